@@ -4,7 +4,8 @@ Whole models: the time and memory to read a prompt, to write a token and to trai
 It measures models with random weights (--models eagle finch goose avey avey-b raven gecko; of a published size on a
 GPU, smaller on a CPU, or any preset by --preset), and the embedded models (eagle-abc, ...). On the same inputs, they
 are compared with the published algorithm in ordinary torch (`plain`: Avey, Avey-B), ModernBERT of transformers
-(Avey-B) and flash-linear-attention (Finch, Goose, Raven; on a GPU). cpu.py has llama.cpp and the package rwkv.
+(Avey-B), flash-linear-attention (Finch, Goose, Raven; on a GPU) and a Llama of transformers with as many parameters
+(Finch, Goose, Raven). cpu.py has llama.cpp and the package rwkv.
 
 parts (--parts):
   check     the logits (in one call, with a cache, padded) and the gradients against the published algorithm in
@@ -12,8 +13,8 @@ parts (--parts):
             If a case is wrong, nothing else is measured and the exit status is 1.
   read      the first token after a prompt, and the hidden states of all tokens, by length; with the exponents of
             throughput and latency, N^-alpha and N^beta
-  decode    one more token by length of the context, with a cache that grows and with a static one (on a GPU with
-            compiled steps); the note has the size of the state
+  decode    one more token by length of the context: the step that `generate` takes (on a GPU captured in a CUDA
+            graph), and one with a static cache (on a GPU compiled); the note has the step and the size of the state
   generate  `generate`, plain and (on a GPU) with compiled steps; "first" is the call that compiles
   train     a step with AdamW by length: without and with gradient checkpointing, and compiled
   long      a text of --tokens tokens, read in pieces (only if it is named in --parts)
@@ -22,11 +23,13 @@ examples:
   python benchmarks/models.py --quick
   python benchmarks/models.py --models avey --preset avey-0.1b --device cpu --parts read decode --lengths 512 8192
   python benchmarks/models.py --models raven --parts generate --out build/bench
+  python benchmarks/models.py --models finch --parts read decode generate train --brief --no-compile
   python benchmarks/models.py --models gecko --parts long --tokens 4000000
 """
 
 import argparse
 import contextlib
+import copy
 import dataclasses
 import functools
 import gc
@@ -70,7 +73,7 @@ from measuring import (
     wall_milliseconds,
     with_rate,
 )
-from peers import MODERNBERT, PEERS, PRODUCTS, Transformers, TransformersCausal
+from peers import LLAMA, MODERNBERT, PEERS, PRODUCTS, Transformers, TransformersCausal
 
 import subquad
 from subquad.hub.info import EMBEDDED
@@ -165,6 +168,16 @@ SIZES = {
         **{"prompts": (128, 512, 2048, 8192, 32768, 98304), "batches": (1, 8), "contexts": (2048, 16384, 65536)},
         **{"texts": (1, 32), "new": 128, "rows": 8, "train": (512, 2048), "steps": 64, "piece": 32768},
     },
+    # A step with AdamW fits an H100, whichever model it is.
+    "brief": {
+        **{"prompts": (2048, 8192), "batches": (1, 4), "contexts": (2048,), "texts": (1, 32), "new": 64},
+        **{"rows": 2, "train": (2048,), "steps": 64, "piece": 32768},
+    },
+    # Several processes compile at a time, and tests run beside them.
+    "compile": {
+        **{"prompts": (2048,), "batches": (1,), "contexts": (256,), "texts": (1, 32), "new": 4},
+        **{"rows": 1, "train": (2048,), "steps": 2, "piece": 8192},
+    },
 }
 
 
@@ -220,7 +233,10 @@ class Ours(TransformersCausal):
 def config_of(sizes: Sizes, options: argparse.Namespace) -> Any:
     preset = options.preset or (sizes.preset if options.sizes == "cuda" else None)
     if preset is not None:
-        return preset_config(preset)
+        config = preset_config(preset)
+        if options.share:  # more layers have the same kernels
+            config.num_hidden_layers = 2
+        return config
     return transformers.AutoConfig.for_model(sizes.model_type, **(sizes.quick if options.quick else sizes.cpu))
 
 
@@ -254,6 +270,8 @@ def make_ours(name: str, options: argparse.Namespace) -> Ours:
 def peers_of(ours: Ours) -> dict[str, Any]:
     """Available peers, by name."""
     makers = PEERS.get(ours.config.model_type, {}) if ours.name in MODELS else {}
+    if ours.options.share:
+        makers = {name: make for name, make in makers.items() if name != LLAMA}  # whose kernels are in torch
     made = {name: make(ours.model) for name, make in makers.items()}
     return {name: peer for name, peer in made.items() if peer is not None}
 
@@ -365,6 +383,7 @@ def with_memory(function: Callable[[], dict[str, Any]], device: str) -> dict[str
 
 def read_rows(ours: Ours, peers: dict[str, Any], options: argparse.Namespace) -> Rows:
     config, weights = ours.config, size_of(*ours.model.parameters())
+    skipped = options.brief and ours.causal  # all tokens, which take as long as the first one
 
     @torch.no_grad()
     def measure(call, batch, length, last_only, graph=False):
@@ -385,7 +404,7 @@ def read_rows(ours: Ours, peers: dict[str, Any], options: argparse.Namespace) ->
 
     for batch, length in itertools.product(options.batches, options.prompts):
         for what, method in (("first token", "first_token"), ("all tokens", "all_tokens")):
-            if method == "first_token" and not ours.causal:
+            if (method == "first_token" and not ours.causal) or (method == "all_tokens" and skipped):
                 continue
             for name, runner in {OURS: ours, **peers}.items():
                 if not hasattr(runner, method):
@@ -450,7 +469,8 @@ def decode_rows(ours: Ours, peers: dict[str, Any], options: argparse.Namespace) 
             torch.compiler.cudagraph_mark_step_begin()
             return model(input_ids=token, cache=cache, logits_to_keep=1).logits
 
-        return timed(call, batch) | state_note(cache)
+        how = "compiled" if compiled else step.kind
+        return timed(call, batch) | {"note": f"{how} step, {state_note(cache)['note']}"}
 
     @torch.no_grad()
     def of_peer(peer, batch, length):
@@ -466,7 +486,8 @@ def decode_rows(ours: Ours, peers: dict[str, Any], options: argparse.Namespace) 
     if not ours.causal:
         return
     for batch, length in itertools.product(options.texts, options.contexts):
-        for static in (False, True):
+        # Without compilation, a GPU has no use for a static cache.
+        for static in (False, True) if options.compiles or options.device == "cpu" else (False,):
             what = "one more token" + ", static cache" * static
             yield what, OURS, batch, length, functools.partial(of_ours, batch, length, static)
         for name, peer in peers.items():
@@ -518,8 +539,9 @@ def train_rows(ours: Ours, peers: dict[str, Any], options: argparse.Namespace) -
 
     def measure(name, length, checkpointed, compiled):
         torch.compiler.reset()  # earlier compiled code keeps its model in memory
-        fresh = Ours(ours.name, from_config(ours.config, options.device, torch.float32), options)
-        runner = fresh if name == OURS else PEERS[ours.config.model_type][name](fresh.model)
+        runner = Ours(ours.name, copy.deepcopy(ours.model).float(), options)
+        if name != OURS:
+            runner = PEERS[ours.config.model_type][name](runner.model)
         module = runner if isinstance(runner, nn.Module) else runner.model
         module.train()
         if checkpointed:
@@ -550,7 +572,7 @@ def train_rows(ours: Ours, peers: dict[str, Any], options: argparse.Namespace) -
         options.train,
         (
             ("training", (False, False)),
-            ("training, checkpointed", (True, False)),
+            *([("training, checkpointed", (True, False))] if not options.brief else []),
             ("training, compiled", (False, True)),
         ),
     ):
@@ -636,7 +658,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     settle(options)
     options.parts = options.parts or PARTS[:-1]
     options.models = options.models or ([*MODELS] if options.sizes == "cuda" else [*MODELS, *trained])
-    vars(options).update(SIZES[options.sizes])
+    few = "compile" if options.share else "brief" if options.brief else options.sizes
+    vars(options).update(SIZES["quick" if options.quick else few])
     if options.lengths:
         options.prompts = options.contexts = options.lengths
     options.tokens = min(options.tokens, 512) if options.quick else options.tokens
@@ -678,8 +701,8 @@ def measure(results: Results, options: argparse.Namespace) -> list[str]:
     if not set(options.parts) - {"check"}:
         return []
     lines = [measure_ceilings(options)]
-    for with_peers, model in itertools.product((False,) if options.ours else (False, True), options.models):
-        measure_model(results, model, with_peers, options)
+    for ours, model in itertools.product(options.passes, options.models):
+        measure_model(results, model, not ours, options)
     lines += power_laws(results.rows)
     if options.device != "cpu":
         lines += judged_targets(results.rows, tuple(itertools.chain(*(sizes.targets for sizes in MODELS.values()))))

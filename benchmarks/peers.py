@@ -1,6 +1,7 @@
 """
 The models that models.py compares ours with: the published algorithms of Avey and Avey-B in ordinary torch, models of
-flash-linear-attention and transformers. And the package `rwkv`, which cpu.py compares a Finch or a Goose with.
+flash-linear-attention, and a ModernBERT and a Llama of transformers. And the package `rwkv`, which cpu.py compares a
+Finch or a Goose with.
 
 Each peer is made from one of our models and has some of these methods:
 
@@ -31,7 +32,7 @@ from static_mixing import plain_static
 from torch import Tensor, nn
 
 
-MODERNBERT = "ModernBERT"
+MODERNBERT, LLAMA = "ModernBERT", "Llama"
 MODERNBERT_SIZES = {
     768: {},
     1024: {"hidden_size": 1024, "intermediate_size": 2624, "num_hidden_layers": 28, "num_attention_heads": 16},
@@ -248,6 +249,26 @@ def modernbert(model: nn.Module) -> Transformers:
         return Transformers(ModernBertModel(config).to(model.dtype).eval())
 
 
+def llama(model: nn.Module) -> TransformersCausal:
+    """A Llama of the same width, depth and vocabulary, and with as many parameters, as near as its MLP allows."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    names = ("hidden_size", "num_hidden_layers", "vocab_size")
+    width, depth, vocabulary = (getattr(model.config, name) for name in names)
+    heads = max(1, width // 64)
+    groups = heads // 4 if heads % 4 == 0 else heads
+    attention = 2 * width**2 * (1 + groups / heads)
+    parameters = sum(x.numel() for x in model.parameters()) - 2 * vocabulary * width
+    step = 64 if width >= 512 else 1
+    inner = max(step, step * round((parameters / depth - attention) / (3 * width * step)))
+    sizes = {"hidden_size": width, "num_hidden_layers": depth, "vocab_size": vocabulary, "intermediate_size": inner}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": groups, "max_position_embeddings": 2**17}
+    config = LlamaConfig(**sizes, tie_word_embeddings=False)
+    config._attn_implementation = "sdpa"
+    with torch.device(model.device):
+        return TransformersCausal(LlamaForCausalLM(config).to(model.dtype).eval())
+
+
 def fla_rwkv6(model: nn.Module) -> TransformersCausal | None:
     """A Finch of flash-linear-attention of the same sizes, with its own weights."""
     fla = load_fla("fla.models.rwkv6", model.device.type)
@@ -322,11 +343,11 @@ def rwkv(model: nn.Module) -> Any:
 
 
 PEERS: dict[str, dict[str, Callable[[Any], Any]]] = {
-    "rwkv6": {FLA: fla_rwkv6},
-    "rwkv7": {FLA: fla_rwkv7},
+    "rwkv6": {FLA: fla_rwkv6, LLAMA: llama},
+    "rwkv7": {FLA: fla_rwkv7, LLAMA: llama},
     "avey": {PLAIN: plain(PlainAvey)},
     "avey-b": {PLAIN: plain(PlainAveyB), MODERNBERT: modernbert},
-    "raven": {FLA: fla_raven},
+    "raven": {FLA: fla_raven, LLAMA: llama},
 }
 
 

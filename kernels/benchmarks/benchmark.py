@@ -63,6 +63,7 @@ examples:
   TRITON_INTERPRET=1 python kernels/benchmarks/NAME.py --parts check
 """
 PATIENCE = 100  # seconds for the first call
+BRIEF = 2**15  # tokens of the largest call with `--brief`
 # How far a plain form may be from ours.
 PEER_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
@@ -390,6 +391,9 @@ def measure_case(case: Case, name: str, training: bool, graph: bool, options: ar
 
 def others_for(case: Case, training: bool, graph: bool, options: argparse.Namespace) -> Iterator[str]:
     """The reference results of the case."""
+    if options.brief:
+        yield from (name for name in case.others() if name in case.peers)
+        return
     if options.device != "cpu" and case.has_kernels:
         yield EAGER
     yield from case.others()
@@ -404,7 +408,11 @@ def others_for(case: Case, training: bool, graph: bool, options: argparse.Namesp
 def measure_cases(results: Results, kind: type[Case], part: str, ours: bool, options: argparse.Namespace) -> None:
     which = options.sizes if part == "operator" else f"step {options.sizes}"
     ways = ((False, False), (True, False)) if part == "operator" else ((False, False), (False, True))
-    for case in cases_for(kind, which, dtype=options.dtype, device=options.device):
+    cases = cases_for(kind, which, dtype=options.dtype, device=options.device)
+    if options.brief:
+        most = BRIEF // 2 if options.share else BRIEF
+        cases = [case for case in cases if case.batch * case.length <= most]
+    for case in cases:
         for training, graph in ways:
             if (graph and options.device == "cpu") or (training and not case.has_gradients):
                 continue
@@ -434,7 +442,7 @@ def main(kind: type[Case], arguments: list[str] | None = None) -> None:
         lines = []
         if set(parts) & {"operator", "step"}:
             lines.append(measure_ceilings(options))
-        for ours in (True,) if options.ours else (True, False):
+        for ours in options.passes:
             for part in ("operator", "step"):
                 if part in parts:
                     measure_cases(results, kind, part, ours, options)

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import signal
 import statistics
 import sys
@@ -20,8 +21,10 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from tqdm import tqdm
@@ -30,14 +33,15 @@ from tqdm import tqdm
 FIELDS = (
     *("part", "what", "implementation", "batch", "heads", "size", "length", "dtype"),
     *("milliseconds", "MiB", "tokens_per_second", "floor_milliseconds", "teraflops", "gigabytes_per_second"),
-    *("note", "versions"),
+    *("note", "versions", "date", "command"),
 )
-TEXTS = ("part", "what", "implementation", "dtype", "note", "versions")
+TEXTS = ("part", "what", "implementation", "dtype", "note", "versions", "date", "command")
 # Two rows that agree in these fields can be compared.
 SHAPE = ("part", "what", "batch", "heads", "size", "length", "dtype")
 OURS, PLAIN, COMPILED, FLA, GRAPH = "subquad", "plain", "plain, compiled", "fla", ", graph"
-# Seconds that one measurement may take on a GPU: a peer that tunes its kernels may take minutes.
-LONGEST = 120
+# Seconds that one measurement may take on a GPU: a peer that tunes its kernels may take minutes. With `--brief`, what
+# it needs is compiled before.
+LONGEST, LONGEST_BRIEF = 120, 40
 # The exit status after an error that leaves nothing of the GPU to this process, and the end of its row's note.
 BROKEN, LAST_ROW = 70, "(the GPU's context is broken)"
 
@@ -47,8 +51,9 @@ runs in bfloat16 on a GPU and in float32 on a CPU. A floor is the larger of two 
 (for a model: its weights), and computing the unavoidable matrix products, at the rates of a large copy and a large
 product in the same run. TFLOP/s and GB/s count these only. MiB are the additional peak memory of the call; for models,
 all memory, on a CPU the process's. "graph" replays a CUDA graph, without the time of Python between kernels.
-Ours is measured before anything that it is compared with. --out DIR keeps the rows of NAME in NAME.csv (after every
-row), NAME.json, NAME.md and, if matplotlib is installed, NAME.png.
+Ours is measured before anything that it is compared with. With --brief, autotuners compare configurations for 20 ms
+each in place of 100. --out DIR keeps the rows of NAME in NAME.csv (after every row), NAME.json, NAME.md and, if
+matplotlib is installed, NAME.png.
 """
 
 
@@ -216,6 +221,39 @@ def within(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+@contextlib.contextmanager
+def tuning(options: argparse.Namespace) -> Iterator[None]:
+    """
+    How Triton's autotuners compare their configurations: with `--brief` for a fifth of the usual time each; with
+    `--compile-only` not at all, so that each configuration of the share is compiled and called once, and no choice is
+    kept for other processes.
+    """
+    if not (options.brief or options.share) or importlib.util.find_spec("triton") is None:
+        yield
+        return
+    from triton.runtime.autotuner import Autotuner
+    from triton.testing import do_bench
+
+    def once(call, quantiles=(), **how):
+        call()
+        return [1.0] * len(quantiles)
+
+    def in_share(*arguments):
+        found, (n, count) = prune(*arguments), options.share
+        return found[n - 1 :: count] or found[:1]
+
+    def not_kept(tuner, key, configs, compare):
+        compare()
+        return False
+
+    prune = Autotuner.prune_configs
+    changed: dict[str, Any] = {"do_bench": staticmethod(functools.partial(do_bench, warmup=5, rep=20))}
+    if options.share:
+        changed = {"do_bench": staticmethod(once), "prune_configs": in_share, "check_disk_cache": not_kept}
+    with mock.patch.multiple(Autotuner, create=True, **changed):
+        yield
+
+
 # Floors.
 
 
@@ -224,7 +262,7 @@ def measure_ceilings(options: argparse.Namespace) -> str:
     Sets `options.copied`, the bytes that a large copy reads and writes in a millisecond, and `options.multiplied`, the
     operations that a matrix product makes in one. Returns a line that says both.
     """
-    device, large = options.device, options.device != "cpu" and not options.quick
+    device, large = options.device, options.device != "cpu" and not options.quick and not options.share
     size = 2**30 if large else 2**22 if options.quick else 2**26
     source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -322,8 +360,18 @@ def is_over(row: dict[str, Any]) -> bool:
 class Results:
     """The rows of a run, which a file keeps, and the number of failed or unstarted ones."""
 
-    def __init__(self, path: Path | None, device: str, seconds: float, versions: str, resumes: bool = False):
-        self.path, self.device, self.versions = path, device, versions
+    def __init__(
+        self,
+        path: Path | None,
+        device: str,
+        seconds: float,
+        versions: str,
+        resumes: bool = False,
+        longest: float = LONGEST,
+    ):
+        self.path, self.device, self.longest = path, device, longest
+        command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+        self.about = {"versions": versions, "date": f"{datetime.now():%Y-%m-%d}", "command": command}
         self.rows: list[dict[str, Any]] = []
         if resumes and path is not None and path.exists():
             self.rows = [row for row in read_rows(path) if is_over(row)]
@@ -341,7 +389,7 @@ class Results:
         self.known = set(map(key_of, self.rows))
 
     def add(self, row: dict[str, Any]) -> None:
-        self.rows.append({**row, "versions": self.versions})
+        self.rows.append({**row, **self.about})
         self.bar.update()
         if self.path is None:
             return
@@ -366,7 +414,7 @@ class Results:
             return False
         name = " ".join(str(row[field]) for field in FIELDS if row.get(field) not in (None, ""))
         self.bar.set_description_str(name, refresh=self.live)
-        limit, broken = min(LONGEST, 5 + self.deadline - time.monotonic()), False
+        limit, broken = min(self.longest, 5 + self.deadline - time.monotonic()), False
         try:
             with contextlib.nullcontext() if self.device == "cpu" else within(limit):
                 measured, done = function(), True
@@ -551,6 +599,8 @@ def make_parser(description: str, parts: tuple[str, ...], minutes: float) -> arg
         help="measure under torch.compile too (default: on a GPU)",
     )
     add("--ours", action="store_true", help="measure nothing that it is compared with")
+    add("--brief", action="store_true", help="few sizes, and of the others only those with kernels of their own")
+    add("--compile-only", metavar="N/M", dest="share", help="compile the N-th of M shares of what `--brief` measures")
     add("--resume", action="store_true", help="keep the rows that --out has, and measure what is missing")
     add("--plot", type=Path, metavar="JSON", help="do not measure: draw the figure of a record, next to it")
     return parser
@@ -560,8 +610,14 @@ def settle(options: argparse.Namespace) -> None:
     """Sets what follows from the device and from `--quick`, whatever is measured."""
     on_gpu = options.device == "cuda"
     options.sizes = "quick" if options.quick else options.device
-    options.least = 1 if options.quick else 3
-    options.seconds = 0 if options.quick else options.seconds
+    options.least = 1 if options.quick or options.share else 3
+    options.share = tuple(map(int, options.share.split("/"))) if options.share else None
+    options.brief = options.brief or options.share is not None
+    options.seconds = 0 if options.quick or options.share else options.seconds
+    # Whether ours is measured, and then whether the others are. Ours has no configurations to share.
+    options.passes = ((True,) if options.share is None or options.share[0] == 1 else ()) + (
+        (False,) * (not options.ours)
+    )
     interpreted = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
     options.backend = "triton" if on_gpu else "eager"
     options.check_backend = "triton" if on_gpu or interpreted else "eager"
@@ -592,9 +648,10 @@ def run_benchmark(
         options.out.mkdir(parents=True, exist_ok=True)
     title = versions(options.device)
     path = None if options.out is None else options.out / f"{name}.csv"
-    results = Results(path, options.device, options.minutes * 60, title, options.resume)
+    longest = math.inf if options.share else LONGEST_BRIEF if options.brief else LONGEST
+    results = Results(path, options.device, options.minutes * 60, title, options.resume, longest)
     print(f"{name}\n{title}")
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), tuning(options):
         # An operator that falls back to plain torch must not pass for a measurement of the kernels.
         warnings.filterwarnings("error", message=".*runs in plain torch")
         # What is there already is not garbage, which memory is measured without.
