@@ -65,7 +65,7 @@ BENCHMARKS := $(filter-out %/measuring.py %/benchmark.py %/peers.py %/llama_peer
 bench: $(VENV)/.installed-dev
 	set -e; for script in $(BENCHMARKS); do $(BIN)/python $$script --out build/bench $(ARGS); done
 
-# Tests and benchmarks on a GPU, in 25 minutes. Where torch is installed already, `python3 benchmarks/gpu.py` does the same.
+# Tests and benchmarks on a GPU, in nine minutes. Where torch is installed already, `python3 benchmarks/gpu.py` does the same.
 gpu: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/gpu.py $(ARGS)
 

@@ -1,37 +1,44 @@
 """
-Everything that needs a GPU, in one run: the tests of the kernels, the models at tiny sizes, and then every benchmark.
-Ours is measured before its competitors. RESULTS.md collects everything, after every step.
+Everything that needs a GPU, in one run of nine minutes: tests, whole models and operators beside their peers.
+RESULTS.md collects everything. It is written every few seconds, so a run that is cut off leaves a table.
 
-steps (--steps):
-  tests     tests/kernels, in parallel
-  smoke     benchmarks/models.py --quick
-  compile   the calls that will be measured, several operators at a time, and their check against the reference
-  ours      every benchmark, ours only
-  others    the same benchmarks of the competitors, and first calls
+steps (--steps), with their seconds; a step that ends early leaves the rest of its time to the following ones:
+  kernels    200  tests/kernels, in parallel
+  contract   100  tests/contract, with models and inputs on the GPU
+  compile     10  beside the tests, from the beginning on: what is measured later is compiled and not yet tuned
+  models     145  reading, one more token, `generate` and training of Finch, Goose and Raven: ours, then those of
+                  flash-linear-attention and a Llama of the same size
+  operators   85  the operators of these models, beside flash-linear-attention
 
-Each step gets its share of the remaining minutes. Required besides torch and triton: transformers, pytest and
-pytest-xdist. The packages of this repository need not be installed.
+Nothing else runs while models and operators are measured. Required besides torch and triton: transformers, pytest and
+pytest-xdist. flash-linear-attention is left out if it cannot be imported. The packages of this repository need not be
+installed.
 
 examples:
   python benchmarks/gpu.py
-  python benchmarks/gpu.py --steps tests ours --minutes 9
-  python benchmarks/gpu.py --steps others --resume
+  python benchmarks/gpu.py --resume                              # whatever is not done yet
+  python benchmarks/gpu.py --steps compile models --minutes 5
 """
 
 import argparse
+import collections
+import contextlib
+import itertools
 import json
-import math
+import operator
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import torch
 
@@ -42,121 +49,179 @@ from measuring import BROKEN, OURS, SHAPE, read_rows, write_atomically
 
 
 ROOT = Path(__file__).resolve().parents[1]
-OPERATORS = ROOT / "kernels" / "benchmarks"
 MODELS = ROOT / "benchmarks" / "models.py"
-SHARED = ("benchmark", "measuring")
-SCRIPTS = tuple(sorted(path for path in OPERATORS.glob("*.py") if path.stem not in SHARED))
-DONE = "done"
-STEPS = ("tests", "smoke", "compile", "ours", "others")
-GRACE = 10  # seconds that a script may take to begin and to end
+OPERATORS = [ROOT / "kernels" / "benchmarks" / f"{name}.py" for name in ("wkv", "delta_wkv", "slot_memory")]
+DONE, COMPILE = "done", "compile"
+STEPS = {"kernels": 200, "contract": 100, COMPILE: 10, "models": 145, "operators": 85}
+GRACE = 8  # of its seconds, those that a benchmark may take to begin and to end
+PERIOD = 3  # seconds from one report to the next
+BESIDE = max(1, 3 * (os.cpu_count() or 1) // 8)  # commands that compile beside the tests
+CALL = operator.itemgetter("versions", "date", "command")  # what made a row
 PATHS = [ROOT, *(ROOT / name for name in ("src", "kernels/torch-ext", "tokenizers", "conversion"))]
 
 
 @dataclass(frozen=True)
 class Task:
     """
-    A command, or several at a time.
+    A command.
 
     Attributes:
         name: name in the report, and of its log.
         step: one of STEPS.
-        weight: its minutes if there is time for everything.
-        commands: arguments of the interpreter, by the name of the log. "LIMIT" in it stands for minutes.
+        words: arguments of the interpreter. "LIMIT" in them stands for minutes.
+        patience: of its seconds, those from an interrupt, on which pytest reports, to its end.
+        environment: variables for the command.
     """
 
     name: str
     step: str
-    weight: float
-    commands: dict[str, list[str]]
+    words: list[str]
+    patience: float = 2
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 def tasks(out: Path) -> Iterator[Task]:
-    pytest = ["-m", "pytest", str(ROOT / "tests" / "kernels"), "-n", str(os.cpu_count()), "--dist", "worksteal"]
-    pytest += ["-p", "no:cacheprovider", f"--rootdir={ROOT}", f"--junitxml={out / 'tests.xml'}", "-m", "not slow"]
-    yield Task("tests", "tests", 5, {"tests": pytest})
-    limit, of_models = ["--minutes", "LIMIT"], ["read", "decode", "generate", "train"]
-    smoke = [str(MODELS), "--quick", "--no-compile", *limit, "--parts", "check", *of_models]
-    yield Task("smoke", "smoke", 2, {"smoke": smoke})
-    how = ["--ours", "--seconds", "0", *limit, "--parts", "check", "operator", "step"]
-    yield Task("compile", "compile", 3, {f"compile_{path.stem}": [str(path), *how] for path in SCRIPTS})
-    for step, weight, ours, part in (("ours", 0.6, ["--ours"], "check"), ("others", 0.3, [], "first")):
-        how = ["--out", str(out), "--resume", *ours, "--seconds", "0.2", *limit, "--parts"]
-        for path in SCRIPTS:
-            command = [str(path), *how, part, "operator", "step"]
-            yield Task(f"{path.stem}, {step}", step, weight, {f"{path.stem}_{step}": command})
-        yield Task(f"models, {step}", step, 6 * weight, {f"models_{step}": [str(MODELS), *how, *of_models]})
+    workers = max(1, (os.cpu_count() or 1) - BESIDE)
+    pytest = ["-m", "pytest", "-vv", "-n", str(workers), "--dist", "worksteal", "-p", "no:cacheprovider"]
+    for step, device in (("kernels", {}), ("contract", {"SUBQUAD_TEST_DEVICE": "cuda"})):
+        words = [*pytest, f"--rootdir={ROOT}", str(ROOT / "tests" / step)]
+        yield Task(step, step, words, 12, {"OMP_NUM_THREADS": "1", **device})
+    how = ["--no-compile", "--minutes", "LIMIT", "--parts"]
+    of_models, of_operators = [*how, "read", "decode", "generate", "train"], [*how, "operator", "step"]
+    models = ["finch", "goose", "raven"]
+    measured = {name: [str(MODELS), "--models", name, *of_models] for name in models}
+    measured |= {path.stem: [str(path), *of_operators] for path in OPERATORS}
+    for (name, words), share in itertools.product(measured.items(), (1, 2)):
+        yield Task(f"{COMPILE} {name} {share}", COMPILE, [*words, "--compile-only", f"{share}/2"])
+    brief = ["--brief", "--seconds", "0.1", "--out", str(out), "--resume"]
+    for name, ours in (("models ours", ["--ours"]), ("models others", [])):
+        yield Task(name, "models", [str(MODELS), *brief, *ours, "--models", *models, *of_models])
+    for path in OPERATORS:
+        yield Task(path.stem, "operators", [str(path), *brief, *of_operators])
 
 
-def run(command: list[str], log: Path, seconds: float) -> str:
-    """Runs a command, and returns how it ended. Its child processes end with it."""
-    deadline = time.monotonic() + seconds + GRACE
-    command = [sys.executable, *(f"{seconds / 60:.2f}" if word == "LIMIT" else word for word in command)]
-    paths = os.pathsep.join([*map(str, PATHS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    how = {"cwd": ROOT, "env": os.environ | {"PYTHONPATH": paths}, "start_new_session": True}
-    for _ in range(3):
-        with open(log, "a", encoding="utf-8") as file:
-            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, **how)
+class Run:
+    """The commands of a run, and how they ended. None of them outlives it."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.out, self.record = options.out, options.out / "gpu.json"
+        resumed = options.resume and self.record.exists()
+        self.ended: dict[str, dict[str, Any]] = json.loads(self.record.read_text()) if resumed else {}
+        chosen = [task for task in tasks(self.out) if task.step in options.steps]
+        self.tasks = [task for task in chosen if self.ended.get(task.name, {}).get("end") != DONE]
+        steps = {task.step: STEPS[task.step] for task in self.tasks}
+        end, scale, self.ends = time.monotonic(), 60 * options.minutes / max(sum(steps.values()), 1), {}
+        for step, seconds in steps.items():
+            end = self.ends[step] = end + scale * seconds
+        self.lock, self.is_over, self.running = threading.Lock(), False, set()
+
+    def run_all(self) -> bool:
+        """Returns whether everything is done."""
+        with ThreadPoolExecutor(BESIDE) as beside, ThreadPoolExecutor(1) as alone:
             try:
-                code = process.wait(max(1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
+                compiled = [beside.submit(self.run, task) for task in self.tasks if task.step == COMPILE]
+                for n, task in enumerate(self.tasks):
+                    if task.step == COMPILE:
+                        self.wait(compiled.pop(0))
+                        continue
+                    now, same = time.monotonic(), sum(other.step == task.step for other in self.tasks[n:])
+                    self.wait(alone.submit(self.run, task, now + (self.ends[task.step] - now) / same))
+            finally:
+                with self.lock:
+                    self.is_over = True
+                self.stop(list(self.running), 2)
+                self.write()
+        return all(self.ended[task.name]["end"] == DONE for task in self.tasks)
+
+    def wait(self, future: Future) -> None:
+        while not wait([future], PERIOD).done:
+            self.write()
+        future.result()
+        self.write()
+
+    def write(self) -> None:
+        """How everything has ended, for `--resume`, and the report."""
+        ended, paths = (
+            dict(self.ended),
+            sorted(self.out.glob("*.csv"), key=lambda path: (path.stem != "models", path.stem)),
+        )
+        lines = ["# On a GPU", "", *tested(self.out / "kernels.log"), *tested(self.out / "contract.log")]
+        for name, about in ended.items():
+            lines.append(f"- {name}: {about['end']} ({about['seconds']:.0f} s, {about['date']}) {about['note']}")
+        text = "\n".join([*lines, "", *tables(paths), ""])
+        write_atomically(self.record, lambda path: path.write_text(json.dumps(ended, indent=1)))
+        write_atomically(self.out / "RESULTS.md", lambda path: path.write_text(text, encoding="utf-8"))
+
+    def run(self, task: Task, end: float | None = None) -> None:
+        """Runs a command until `end`, or the end of its step."""
+        start, end = time.monotonic(), end or self.ends[task.step]
+        limit = f"{max(1, end - start - GRACE) / 60:.2f}"
+        words = [sys.executable, *(limit if word == "LIMIT" else word for word in task.words)]
+        if self.is_over:
+            return
+        about = {"end": "cut off", "seconds": 0, "note": "", "date": f"{datetime.now():%Y-%m-%d %H:%M}"}
+        self.ended[task.name], log = about, self.out / f"{task.name}.log"
+        log.unlink(missing_ok=True)
+        for _ in range(3):
+            how = self.call(task, words, log, end)
+            if how != f"exit status {BROKEN}":  # otherwise the rows after the one that broke the context are missing
+                break
+        missing = re.findall(r".*(?:did not begin within|is left out:).*", log.read_text(encoding="utf-8"))
+        about |= {"seconds": round(time.monotonic() - start, 1), "note": missing[-1] if missing else ""}
+        if not self.is_over:
+            about["end"] = "not complete" if how == DONE and "did not begin" in about["note"] else how
+        print(f"{task.name}: {about['end']} ({about['seconds']:.0f} s) {about['note']}", flush=True)
+
+    def call(self, task: Task, words: list[str], log: Path, end: float) -> str:
+        paths = os.pathsep.join([*map(str, PATHS), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = os.environ | {"PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"} | task.environment
+        with open(log, "a", encoding="utf-8") as file, self.lock:
+            if self.is_over or end - task.patience < time.monotonic():
+                return "not begun"
+            how = {"cwd": ROOT, "env": environment, "start_new_session": True}
+            process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, **how)
+            self.running.add(process)
+        try:
+            code = process.wait(max(0, end - task.patience - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.stop([process], task.patience)
+            return "not done in its time"
+        finally:
+            self.running.discard(process)
+        return f"exit status {code}" if code else DONE
+
+    @staticmethod
+    def stop(processes: list[subprocess.Popen], seconds: float) -> None:
+        """Interrupts processes, and ends them `seconds` later together with their children."""
+        for process in processes:
+            process.send_signal(signal.SIGINT)
+        end = time.monotonic() + seconds
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0, end - time.monotonic()))
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                return f"not done after {seconds + GRACE:.0f} s"
-        if code != BROKEN:  # otherwise the rows after the one that broke the context are missing
-            break
-    if code:
-        return f"exit status {code}, see {log.name}"
-    missing = [line for line in log.read_text(encoding="utf-8").splitlines() if "did not begin within" in line]
-    return missing[-1] if missing else DONE
-
-
-def run_together(commands: dict[str, list[str]], out: Path, seconds: float) -> dict[str, str]:
-    """Half as many commands at a time as there are processors; `seconds` are for all of them."""
-    workers = min(len(commands), max(1, os.cpu_count() // 2))
-    seconds /= math.ceil(len(commands) / workers)
-    with ThreadPoolExecutor(workers) as pool:
-        ends = [pool.submit(run, command, out / f"{name}.log", seconds) for name, command in commands.items()]
-    return {name: end.result() for name, end in zip(commands, ends, strict=True)}
-
-
-def run_tasks(options: argparse.Namespace) -> bool:
-    """Returns whether everything is done."""
-    deadline = time.monotonic() + 60 * options.minutes
-    chosen = [task for task in tasks(options.out) if task.step in options.steps]
-    record = options.out / "gpu.json"
-    ended: dict[str, Any] = json.loads(record.read_text()) if options.resume and record.exists() else {}
-    for n, task in enumerate(chosen):
-        left = deadline - time.monotonic()
-        seconds = left * task.weight / sum(other.weight for other in chosen[n:]) - GRACE
-        start = time.monotonic()
-        ends = run_together(task.commands, options.out, seconds) if seconds > 1 else {task.name: "not begun"}
-        end = "; ".join(f"{name}: {text}" if len(ends) > 1 else text for name, text in ends.items() if text != DONE)
-        ended[task.name] = {"end": end or DONE, "seconds": time.monotonic() - start}
-        print(f"{task.name}: {ended[task.name]['end']} ({ended[task.name]['seconds']:.0f} s)", flush=True)
-        write_atomically(record, lambda path: path.write_text(json.dumps(ended, indent=1)))
-        write_report(options.out, ended)
-    return all(ended[task.name]["end"] == DONE for task in chosen)
+            process.wait()
 
 
 # The report.
 
 
-def tested(path: Path) -> list[str]:
-    """The outcome of the tests, and the failed ones."""
-    if not path.exists():
+def tested(log: Path) -> list[str]:
+    """The outcome of tests that have run so far, and the failed ones."""
+    if not log.exists():
         return []
-    cases = list(ElementTree.parse(path).iter("testcase"))
-    failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
-    skipped = sum(case.find("skipped") is not None for case in cases)
-    names = [f"- {case.get('classname')}.{case.get('name')}" for case in failed]
-    return [f"{len(cases) - len(failed) - skipped} passed, {len(failed)} failed, {skipped} skipped", "", *names]
+    found = re.findall(r"^\[gw\d+\] \[ *\d+%\] (\w+) (.*\S)", log.read_text(encoding="utf-8", errors="replace"), re.M)
+    counts = collections.Counter(word for word, _ in found)
+    failed = [f"- {word}: {name}" for word, name in found if word in ("FAILED", "ERROR")]
+    return [f"{log.stem}: " + ", ".join(f"{count} {word.lower()}" for word, count in counts.items()), "", *failed, ""]
 
 
 def number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
 
-def line(group: dict[str, dict[str, Any]]) -> str:
+def line(group: dict[str, dict[str, Any]], calls: list[tuple]) -> str:
     """One shape: ours, its floor, and its speed relative to each of the others."""
     first, ours = next(iter(group.values())), group.get(OURS, {})
     mine, least = ours.get("milliseconds"), ours.get("floor_milliseconds")
@@ -170,49 +235,43 @@ def line(group: dict[str, dict[str, Any]]) -> str:
             others.append(f"{name} {number(row['milliseconds'])}{ratio}")
     notes = [f"{name}: {row['note']}" for name, row in group.items() if row["note"]]
     cells = [first["what"], shape, sizes, number(mine), number(least), share, number(ours.get("MiB"))]
-    return "| " + " | ".join([*cells, ", ".join(others), "; ".join(notes).replace("|", "/")]) + " |"
+    numbers = ", ".join(str(n) for n in sorted({calls.index(CALL(row)) + 1 for row in group.values()}))
+    return "| " + " | ".join([*cells, ", ".join(others), "; ".join(notes).replace("|", "/"), numbers]) + " |"
 
 
-def table(paths: list[Path]) -> list[str]:
-    """A table of all rows of some files."""
-    lines = ["| what | batch x length | heads x size | ms | floor | of it | MiB | others (times ours) | notes |"]
-    lines += ["| --- | --- | --- | --- | --- | --- | --- | --- | --- |"]
-    for path in paths:
+def tables(paths: list[Path]) -> list[str]:
+    """A table of all rows of some files, and the calls that made them."""
+    files = [[row for row in read_rows(path) if row["part"] != "check"] for path in paths]
+    calls = list(dict.fromkeys(CALL(row) for row in itertools.chain(*files)))
+    lines = ["| what | batch x length | heads x size | ms | floor | of it | MiB | others (times ours) | notes | by |"]
+    lines += ["| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"]
+    for rows in files:
         groups: dict[tuple, dict[str, dict[str, Any]]] = {}
-        for row in read_rows(path):
-            if row["part"] != "check":
-                groups.setdefault(tuple(row[field] for field in SHAPE), {})[row["implementation"]] = row
-        lines += [line(group) for group in groups.values()]
-    return lines
+        for row in rows:
+            groups.setdefault(tuple(row[name] for name in SHAPE), {})[row["implementation"]] = row
+        lines += [line(group, calls) for group in groups.values()]
+    return [*lines, "", *(f"{n}. {versions}; {date}: `{call}`" for n, (versions, date, call) in enumerate(calls, 1))]
 
 
-def write_report(out: Path, ended: dict[str, Any]) -> None:
-    paths = sorted(out.glob("*.csv"), key=lambda path: (path.stem == "models", path.stem))
-    found = {row["versions"]: None for path in paths for row in read_rows(path)}
-    lines = ["# On a GPU", "", *found, "", "## Tests and checks", "", *tested(out / "tests.xml"), ""]
-    lines += [f"- {name}: {task['end']} ({task['seconds']:.0f} s)" for name, task in ended.items()]
-    lines += ["", "## Times", "", *table(paths), ""]
-    write_atomically(out / "RESULTS.md", lambda path: path.write_text("\n".join(lines), encoding="utf-8"))
-
-
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", nargs="+", choices=STEPS, default=STEPS, help="default: all")
-    parser.add_argument("--minutes", type=float, default=25, help="of the whole run (default: %(default)s)")
+    parser.add_argument("--steps", nargs="+", choices=STEPS, default=[*STEPS], help="default: all")
+    parser.add_argument("--minutes", type=float, default=9, help="of the whole run (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", help="default: build/gpu")
-    parser.add_argument("--resume", action="store_true", help="add to what --out holds, instead of starting afresh")
-    options = parser.parse_args()
+    parser.add_argument("--resume", action="store_true", help="keep what --out holds, and run what is not done")
+    options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("there is no GPU")
     options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
     if not options.resume:
-        for pattern in ("*.csv", "*.log", "gpu.json", "tests.xml"):
+        for pattern in ("*.csv", "*.log", "gpu.json", "RESULTS.md"):
             for path in options.out.glob(pattern):
                 path.unlink()
-    done = run_tasks(options)
-    print(f"the results are in {options.out / 'RESULTS.md'}")
-    raise SystemExit(not done)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    print(f"the results are in {options.out / 'RESULTS.md'}", flush=True)
+    raise SystemExit(not Run(options).run_all())
 
 
 if __name__ == "__main__":

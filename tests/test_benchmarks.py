@@ -3,8 +3,13 @@
 import contextlib
 import csv
 import importlib
+import itertools
 import json
+import os
+import signal
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -216,35 +221,172 @@ def test_adapters_are_compared(scripts, tmp_path, monkeypatch):
 # Everything on a GPU, in one run.
 
 
+@pytest.fixture
+def gpu(scripts, monkeypatch, tmp_path):
+    """The script, with tiny tasks: `call(name=(step, code), ...)` runs them; the options follow the names."""
+    module = scripts("gpu")
+    monkeypatch.setattr(module, "PERIOD", 0.1)
+    monkeypatch.setattr(module, "GRACE", 0)
+    monkeypatch.setattr(module, "BESIDE", 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+
+    def call(*options, **programs):
+        made = [module.Task(name, step, ["-Sc", code], 0.2) for name, (step, code) in programs.items()]
+        monkeypatch.setattr(module, "tasks", lambda out: made)
+        with pytest.raises(SystemExit) as ended:
+            module.main(["--out", str(tmp_path), *options])
+        return ended.value.code
+
+    call.seconds = lambda **limits: monkeypatch.setattr(module, "STEPS", limits)
+    call.limits = lambda: module.STEPS
+    call.record = lambda: json.loads((tmp_path / "gpu.json").read_text())
+    call.report = lambda: (tmp_path / "RESULTS.md").read_text()
+    yield call
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def stamped(name, seconds=0.0):
+    """A program that leaves the times of its beginning and end."""
+    return f"""import time; start = time.time(); time.sleep({seconds})
+open({name!r}, "w").write(f"{{start}} {{time.time()}}")"""
+
+
+def test_nine_minutes_are_enough(scripts):
+    gpu = scripts("gpu")
+    assert sum(gpu.STEPS.values()) == 540 and [*gpu.STEPS][:2] == ["kernels", "contract"]
+    made = [*gpu.tasks(Path("out"))]
+    assert [task.step for task in made] == sorted((task.step for task in made), key=[*gpu.STEPS].index)
+    for task in made:
+        assert ("LIMIT" in task.words) == (task.step not in ("kernels", "contract"))
+        # What is compiled beside the tests leaves no rows, and ours is measured before the others.
+        assert ("--out" in task.words) == (task.step in ("models", "operators"))
+    assert [task.name for task in made if "--ours" in task.words] == ["models ours"]
+
+
 def test_every_script_understands_its_options(scripts, monkeypatch):
     """Each command of `make gpu` is parsed by the script that it starts."""
     started = []
 
     def benchmark(name, options, measure):
-        started.append((name, options.minutes))
+        started.append((name, options.minutes, options.share))
 
     for name in ("benchmark", "models"):
         monkeypatch.setattr(scripts(name), "run_benchmark", benchmark)
     for task in scripts("gpu").tasks(Path("out")):
-        for script, *words in task.commands.values():
-            words, name = ["0.5" if word == "LIMIT" else word for word in words], Path(script).stem
-            if script == "-m":
-                assert Path(words[1]).is_dir()
-            elif name == "models":
-                scripts(name).main(words)
-            else:
-                scripts("benchmark").main(kind_of(scripts(name)), words)
-    assert {name for name, _ in started} == {"models", *OPERATORS} and {minutes for _, minutes in started} == {0.5}
+        script, *words = task.words
+        words, name = ["0.5" if word == "LIMIT" else word for word in words], Path(script).stem
+        if script == "-m":
+            assert Path(words[-1]).is_dir()
+        elif name == "models":
+            scripts(name).main(words)
+        else:
+            scripts("benchmark").main(kind_of(scripts(name)), words)
+    names = {"models", "wkv", "delta_wkv", "slot_memory"}
+    assert {(name, share) for name, _, share in started} == {*itertools.product(names, (None, (1, 2), (2, 2)))}
+    assert {minutes for _, minutes, _ in started} == {0.5}
 
 
-def test_a_task_that_hangs_or_fails_stops_nothing(scripts, monkeypatch, tmp_path):
-    gpu = scripts("gpu")
-    programs = {"slow": "import time; time.sleep(60)", "wrong": "exit('no')", "right": ""}
-    made = [gpu.Task(name, "ours", 1, {name: ["-c", code]}) for name, code in programs.items()]
-    monkeypatch.setattr(gpu, "tasks", lambda out: made)
-    monkeypatch.setattr(gpu, "GRACE", 0)
-    options = SimpleNamespace(steps=["ours"], out=tmp_path, minutes=0.15, resume=False)
-    assert not gpu.run_tasks(options)
-    text = (tmp_path / "RESULTS.md").read_text()
-    assert "- slow: not done after 3 s (3 s)" in text
-    assert "- wrong: exit status 1, see wrong.log" in text and "- right: done" in text
+def test_compilation_runs_beside_the_tests(gpu, tmp_path):
+    gpu.seconds(kernels=20, contract=20, compile=20, models=20)
+    steps = {"kernels": "kernels", "contract": "contract", "models": "models"}
+    steps |= {"first": "compile", "second": "compile", "third": "compile"}
+    ordered = sorted(steps, key=lambda name: [*gpu.limits()].index(steps[name]))
+    assert gpu("--minutes", "1", **{name: (steps[name], stamped(str(tmp_path / name), 0.5)) for name in ordered}) == 0
+    assert {about["end"] for about in gpu.record().values()} == {"done"} and gpu.report().count(": done (") == 6
+    at = {name: [float(x) for x in (tmp_path / name).read_text().split()] for name in steps}
+    # It does not wait for the tests, two commands run at a time, and it is over before anything is measured.
+    together = [at[name] for name in ("kernels", "first", "second")]
+    assert max(start for start, _ in together) < min(end for _, end in together)
+    assert at["contract"][0] > at["kernels"][1] and at["third"][0] > min(at["first"][1], at["second"][1])
+    assert at["models"][0] > max(end for name, (_, end) in at.items() if name != "models")
+
+
+def test_a_command_that_hangs_or_fails_stops_nothing(gpu):
+    """Commands of a step share its time, and what is left of it is the next one's."""
+    gpu.seconds(kernels=0.5, models=0.5, operators=1)
+    programs = {"kernels": ("kernels", ""), "slow": ("models", "import time; time.sleep(60)")}
+    programs |= {"wrong": ("models", "exit('no')"), "right": ("operators", "import time; time.sleep(1)")}
+    assert gpu("--minutes", "0.12", **programs) == 1
+    ends = {name: about["end"] for name, about in gpu.record().items()}
+    assert ends == {"kernels": "done", "slow": "not done in its time", "wrong": "exit status 1", "right": "done"}
+    assert gpu.record()["slow"]["seconds"] < 4
+    assert "- wrong: exit status 1 (" in gpu.report()
+    # What is done is not done again.
+    programs |= {"kernels": ("kernels", "exit('again')"), "slow": ("models", ""), "wrong": ("models", "")}
+    assert gpu("--minutes", "0.5", "--resume", **programs) == 0
+
+
+def test_a_run_that_is_cut_off_leaves_a_table_and_goes_on(gpu, scripts, tmp_path):
+    gpu.seconds(kernels=30, compile=1, models=30)
+    row = {"part": "read", "what": "finch first token", "implementation": "subquad", "milliseconds": 2.5}
+    row |= {"versions": "torch 2, a card", "date": "2026-11-27", "command": "models.py --brief"}
+    rows = f"""
+import csv, time
+with open({str(tmp_path / "models.csv")!r}, "w") as file:
+    writer = csv.DictWriter(file, {scripts("measuring").FIELDS!r})
+    writer.writeheader()
+    writer.writerow({row!r})
+print("[gw0] [ 50%] PASSED tests/a.py::test_a ")
+print("[gw1] [100%] FAILED tests/a.py::test_b[x y] ", flush=True)
+time.sleep(60)"""
+    pid = tmp_path / "pid"
+    waits = f"import os, time; print(os.getpid(), file=open({str(pid)!r}, 'w')); time.sleep(60)"
+    programs = {"kernels": ("kernels", rows), "compiles": ("compile", waits), "models": ("models", "")}
+    seen = []
+
+    def cut_off():
+        end = time.monotonic() + 20
+        while time.monotonic() < end and not (pid.exists() and pid.read_text() and seen and "[x y]" in seen[-1]):
+            time.sleep(0.05)
+            seen.extend([gpu.report()] if (tmp_path / "RESULTS.md").exists() else [])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=cut_off)
+    thread.start()
+    assert gpu("--minutes", "1", **programs) == 128 + signal.SIGTERM
+    thread.join()
+    for report in (seen[-1], gpu.report()):  # what SIGKILL would leave, and what SIGTERM leaves
+        assert "| 2.5 |" in report and "1. torch 2, a card; 2026-11-27: `models.py --brief`" in report
+        assert "kernels: 1 passed, 1 failed" in report and "- FAILED: tests/a.py::test_b[x y]" in report
+        assert "- kernels: cut off" in report and "- compiles: cut off" in report
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+    programs |= {"kernels": ("kernels", ""), "compiles": ("compile", "")}
+    assert gpu("--minutes", "1", "--resume", **programs) == 0
+    assert "| 2.5 |" in gpu.report() and {about["end"] for about in gpu.record().values()} == {"done"}
+
+
+def test_what_is_compiled_ahead_is_not_tuned(scripts):
+    """Each configuration of a share is called once, and the choice is not kept for other processes."""
+    autotuner = pytest.importorskip("triton.runtime.autotuner")
+    measuring = scripts("measuring")
+    real = autotuner.Autotuner.prune_configs
+
+    def called(share):
+        tuner = object.__new__(autotuner.Autotuner)
+        configs = [autotuner.Config({"SIZE": n}) for n in (16, 32, 64, 128, 256)]
+        given = {"arg_names": ["x"], "keys": ["x"], "configs": configs, "cache": {}, "early_config_prune": None}
+        vars(tuner).update(given, perf_model=None, pre_hook=lambda *a, **k: None, post_hook=lambda *a, **k: None)
+        calls = []
+        vars(tuner).update(cache_results=True, fn=SimpleNamespace(run=lambda *a, **k: calls.append(k["SIZE"])))
+        with measuring.tuning(SimpleNamespace(brief=True, share=share)):
+            tuner.run(8)
+        return calls[:-1], calls[-1]  # to compare, and then the best one
+
+    assert [called((n, 2))[0] for n in (1, 2)] == [[16, 64, 256], [32, 128]]
+    assert called((6, 7)) == ([], 16)
+    assert autotuner.Autotuner.prune_configs is real
+
+
+def test_the_llama_has_as_many_parameters(scripts):
+    models, peers = scripts("models"), scripts("peers")
+    for name in ("finch", "goose", "raven"):
+        config = models.config_of(models.MODELS[name], SimpleNamespace(preset=None, sizes="cuda", share=(1, 2)))
+        config.num_hidden_layers = 4
+        with torch.device("meta"):
+            ours = models.transformers.AutoModelForCausalLM.from_config(config)
+            theirs = peers.llama(ours).model
+        sizes = [sum(x.numel() for x in model.parameters()) for model in (ours, theirs)]
+        assert sizes[1] == pytest.approx(sizes[0], rel=0.01)
