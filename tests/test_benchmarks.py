@@ -148,7 +148,25 @@ def test_ours_is_measured_first_and_the_rest_later(run):
     assert "subquad" not in {row["implementation"] for row in rows[len(measured) :]}
 
 
+def test_a_share_of_what_is_compiled(scripts, run, monkeypatch):
+    """The others' configurations are shared, and the first share has ours too. Nothing else is compiled."""
+    monkeypatch.setattr(kind_of(scripts("wkv")), "peers", ("FlashAttention",))
+    measured = run("wkv", "--parts", "operator", "step", "--compile-only", "2/2")
+    assert {row["implementation"] for row in measured} == {"FlashAttention"}
+    rows = run("wkv", "--parts", "operator", "step", "--compile-only", "1/2")
+    assert {row["implementation"] for row in rows} == {"subquad", "FlashAttention"}
+
+
 # Models.
+
+
+def test_a_brief_run_of_a_model(run):
+    rows = run("models", "--models", "finch", "--parts", "read", "decode", "generate", "train", "--brief")
+    assert_measured(rows)
+    found = {name: {row["what"] for row in rows if row["implementation"] == name} for name in ("subquad", "Llama")}
+    assert found["Llama"] == {"finch first token", "finch generate", "finch training"} < found["subquad"]
+    assert not found["subquad"] & {"finch all tokens", "finch training, checkpointed"}
+    assert all("torch" in row["versions"] and row["date"] and row["command"] for row in rows)
 
 
 @pytest.mark.thorough

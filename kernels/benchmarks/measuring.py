@@ -669,7 +669,8 @@ def run_benchmark(
         write_atomically(options.out / f"{name}.json", lambda path: path.write_text(json.dumps(report, indent=1)))
         markdown = f"```\n{title}\n{text}\n```\n"
         write_atomically(options.out / f"{name}.md", lambda path: path.write_text(markdown, encoding="utf-8"))
-        plot(results.rows, options.out / f"{name}.png", title)
+        if not options.brief:
+            plot(results.rows, options.out / f"{name}.png", title)
     results.exit(options.minutes)
 
 
