@@ -634,8 +634,9 @@ def lively(name: str, **sizes):
     """Two layers of such a model, in which every parameter matters, also those that are zero at first."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 300, "hidden_size": 128, "num_hidden_layers": 2, **sizes}
-    config_class = getattr(subquad, subquad.ARCHITECTURES[LIVELY[name]][1])
-    model = model_class(LIVELY[name])(config_class(**sizes)).eval()
+    architecture = LIVELY.get(name, name)
+    config_class = getattr(subquad, subquad.ARCHITECTURES[architecture][1])
+    model = model_class(architecture)(config_class(**sizes)).eval()
     for x in model.parameters():
         torch.nn.init.normal_(x, std=0.5 if x.shape[:-1].numel() < 4 else x.shape[-1] ** -0.5)
     return model

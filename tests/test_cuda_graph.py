@@ -12,11 +12,14 @@ from cases import (
     AVEY,
     CASES,
     DEVICE,
+    EAGLE,
     FINCH,
     GECKO,
     GENERATING,
+    GOOSE,
     GREEDY,
     RAVEN_FULL,
+    RAVEN_PURE,
     VARIANTS,
     assert_same_states,
     each,
@@ -135,9 +138,9 @@ def fused(monkeypatch):
 
 
 @pytest.mark.quick_cases("rwkv6")
-@pytest.mark.parametrize("name", ["rwkv5", "rwkv6", "rwkv7"])
-def test_fused_blocks(name, calls, fused):
-    model = tiny_model(name)
+@each(EAGLE, FINCH, GOOSE, RAVEN_PURE)
+def test_fused_blocks(case, calls, fused):
+    model = case.model()
     cache, other = start(model, 2)
     read = compare(model, cache, other, 3)
     compare(model, cache, other, 3, masks=True, read=read)

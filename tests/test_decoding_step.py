@@ -384,15 +384,19 @@ def test_threads(model):
 def test_refuses_parameters_that_do_not_fit(model, monkeypatch):
     """What would be read beyond its end."""
     made, init = [], FusedBlock.__init__
-    monkeypatch.setattr(FusedBlock, "__init__", lambda self, *args: made.append(args) or init(self, *args))
+    monkeypatch.setattr(
+        FusedBlock,
+        "__init__",
+        lambda self, *args, **numbers: made.append((*args, numbers)) or init(self, *args, **numbers),
+    )
     read(model, random_ids(1, 1))
-    kind, parameters, *numbers = made[-1]
+    kind, parameters, numbers = made[-1]
     assert len(parameters) > 20
     for name, x in parameters.items():
         with pytest.raises(ValueError, match=r"must|is \(|cannot be"):
-            FusedBlock(kind, {**parameters, name: x[..., : x.shape[-1] // 2].contiguous()}, *numbers)
+            FusedBlock(kind, {**parameters, name: x[..., : x.shape[-1] // 2].contiguous()}, **numbers)
         with pytest.raises(ValueError, match="must be|does not read"):
-            FusedBlock(kind, {**parameters, name: x.double()}, *numbers)
+            FusedBlock(kind, {**parameters, name: x.double()}, **numbers)
         freed = x.clone()
         freed.untyped_storage().resize_(x.nbytes - 1)
         for other in (
@@ -404,23 +408,27 @@ def test_refuses_parameters_that_do_not_fit(model, monkeypatch):
             x.mT.contiguous() if x.dim() > 1 and x.shape[-2] > 1 and x.shape != x.mT.shape else x[None, :0],
         ):
             with pytest.raises(ValueError, match="`.*` must|must be multiples of 16"):
-                FusedBlock(kind, {**parameters, name: other}, *numbers)
+                FusedBlock(kind, {**parameters, name: other}, **numbers)
         with pytest.raises(ValueError, match=f"There must be a tensor `{name}`|`.*down` must|has no `"):
-            FusedBlock(kind, {key: y for key, y in parameters.items() if key != name}, *numbers)
+            FusedBlock(kind, {key: y for key, y in parameters.items() if key != name}, **numbers)
     with pytest.raises(ValueError, match="has no `more`, `key.scale`"):
-        FusedBlock(kind, {**parameters, "more": x, "key.scale": x}, *numbers)
+        FusedBlock(kind, {**parameters, "more": x, "key.scale": x}, **numbers)
     for heads in (0, 3):
         with pytest.raises(ValueError, match=f"{heads} heads"):
-            FusedBlock(kind, parameters, heads, *numbers[1:])
+            FusedBlock(kind, parameters, **{**numbers, "heads": heads})
 
 
 @pytest.mark.parametrize("method", [Int8Config, Int4Config])
 def test_refuses_integers_that_do_not_fit(method, monkeypatch, tmp_path):
     made, init = [], FusedBlock.__init__
-    monkeypatch.setattr(FusedBlock, "__init__", lambda self, *args: made.append(args) or init(self, *args))
+    monkeypatch.setattr(
+        FusedBlock,
+        "__init__",
+        lambda self, *args, **numbers: made.append((*args, numbers)) or init(self, *args, **numbers),
+    )
     make("goose").save_pretrained(tmp_path)
     read(Rwkv7ForCausalLM.from_pretrained(tmp_path, quantization_config=method()), random_ids(1, 1))
-    kind, parameters, *numbers = made[-1]
+    kind, parameters, numbers = made[-1]
     for name in ("key", "output", "ffn_key", "ffn_value"):
         weight, scale = parameters[f"{name}.weight"], parameters[f"{name}.scale"]
         wrong = {
@@ -436,9 +444,9 @@ def test_refuses_integers_that_do_not_fit(method, monkeypatch, tmp_path):
         for part, tensors in wrong.items():
             for x in tensors:
                 with pytest.raises(ValueError, match="`.*` must be|multiples of 16"):
-                    FusedBlock(kind, {**parameters, f"{name}.{part}": x}, *numbers)
+                    FusedBlock(kind, {**parameters, f"{name}.{part}": x}, **numbers)
         with pytest.raises(ValueError, match=f"There must be a tensor `{name}.scale`"):
-            FusedBlock(kind, {key: x for key, x in parameters.items() if key != f"{name}.scale"}, *numbers)
+            FusedBlock(kind, {key: x for key, x in parameters.items() if key != f"{name}.scale"}, **numbers)
 
 
 def test_tokens_that_do_not_fit(model, monkeypatch):

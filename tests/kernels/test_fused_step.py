@@ -19,13 +19,25 @@ SIZES = {
         **{"head_dim": 80, "hidden_size": 80, "decay_low_rank_dim": 7, "a_low_rank_dim": 9},
         **{"v_low_rank_dim": 33, "gate_low_rank_dim": 70},
     },
+    # 5 of 12 slots; more queries than keys; heads of 24 and 16 channels.
+    "raven": {
+        **{"num_heads": 3, "num_kv_heads": 1, "num_slots": 12, "topk": 5, "expand_k": 1.5, "router_scale": 2},
+        **{"use_output_gate": True, "bias_rmm": True},
+    },
+    "raven-plain": {
+        **{"num_heads": 2, "num_slots": 20, "topk": 7, "decay_type": "GLA", "router_score": "softmax"},
+        **{"feature_map": "relu"},
+    },
 }
+MODELS = [*LIVELY, "raven", "raven-plain"]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
 def make(name, dtype=torch.float32, device=DEVICE, **sizes):
     with torch.device(device):
-        return lively(name, **{"hidden_size": 48, "intermediate_size": 112, **SIZES[name], **sizes}).to(dtype)
+        return lively(
+            name.partition("-")[0], **{"hidden_size": 48, "intermediate_size": 112, **SIZES[name], **sizes}
+        ).to(dtype)
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +89,14 @@ CASES = [
     ("goose", torch.float32, 3),
     ("goose", torch.bfloat16, 32),
     ("goose", torch.float16, 1),
+    ("raven", torch.float32, 1),
+    ("raven", torch.float32, 17),
+    ("raven", torch.bfloat16, 1),
+    ("raven", torch.bfloat16, 32),
+    ("raven", torch.float16, 3),
+    ("raven-plain", torch.float32, 3),
+    ("raven-plain", torch.bfloat16, 17),
+    ("raven-plain", torch.float16, 1),
 ]
 
 
@@ -87,23 +107,51 @@ def test_equals_the_model(name, dtype, rows):
 
 
 @pytest.mark.quick_cases("finch")
-@pytest.mark.parametrize("name", LIVELY)
+@pytest.mark.parametrize("name", MODELS)
 def test_states_of_zeros(name):
     compare(make(name), 2, tokens=2, length=0)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_raven_of_several_tiles(rows):
+    """All slots are written to."""
+    compare(make("raven", hidden_size=288, topk=12, bias_rmm=False), rows, tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attn": {"layers": [1], "num_heads": 3}}, "`attn` is a RavenAttention"),
+        ({"router": "swa"}, "There is no `r_proj`"),
+        ({"router_type": "mlp"}, "`attn.r_proj` is a Sequential"),
+        ({"use_rope": True}, "Rotary embeddings of slot memories are not fused"),
+        ({"intermediate_size": 100}, "must be multiples of 16"),
+    ],
+    ids=lambda x: "" if isinstance(x, str) else "-".join(x),
+)
+def test_ravens_that_it_cannot_read(changes, message):
+    with pytest.raises(ValueError, match=message):
+        fused(make("raven", **changes))
+    model = make("raven")
+    model.model.layers[1].mlp_norm.eps = 1e-3
+    with pytest.raises(ValueError, match="The norms have 1e-06 and 0.001"):
+        fused(model)
+
+
 # The launches of one block. A change of these numbers is a change of the time that a token takes.
-LAUNCHES = {"eagle": 7, "finch": 8, "goose": 7}
+LAUNCHES = {"eagle": 7, "finch": 8, "goose": 7, "raven": 8, "raven-plain": 8}
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("rows", [1, 32])
-@pytest.mark.parametrize("name", LIVELY)
+@pytest.mark.parametrize("name", MODELS)
 def test_launches(name, rows, monkeypatch):
-    from subquad_kernels.fused_step import triton_kernels
+    from subquad_kernels.fused_step import slot_kernels, triton_kernels
+    from subquad_kernels.slot_memory import triton_kernels as slot_memory_kernels
 
     launched = []
-    monkeypatch.setattr(triton_kernels, "launch", lambda kernel, *args, **constants: launched.append(kernel))
+    for module in (triton_kernels, slot_kernels, slot_memory_kernels):
+        monkeypatch.setattr(module, "launch", lambda kernel, *args, **constants: launched.append(kernel))
     model = make(name, device="meta")
     cache, ids = model.new_cache(static=True), torch.zeros(rows, 1, dtype=torch.long, device="meta")
     model(ids, cache=cache)
@@ -116,13 +164,14 @@ def test_what_does_not_fit():
     blocks = fused(model).blocks
     x, shift = torch.zeros(2, 1, 48, device=DEVICE), torch.zeros(2, 48, device=DEVICE)
     state = torch.zeros(2, 2, 96, 96, device=DEVICE)
-    given = [x, [shift] * 2, [shift] * 2, [state] * 2]
-    for n, wrong in ((0, x.double()), (0, x[:1]), (1, [shift, None]), (2, [shift, shift[:1]]), (3, [state, state.mT])):
-        assert not blocks(*given[:n], wrong, *given[n + 1 :])
-    assert not blocks(*given, torch.ones(2, device=DEVICE))
+    states = [shift, shift, state]
+    assert not blocks(x.double(), [states] * 2) and not blocks(x[:1], [states] * 2)
+    for wrong in ([None, shift, state], [shift, shift[:1], state], [shift, shift, state.mT]):
+        assert not blocks(x, [states, wrong])
+    assert not blocks(x, [states] * 2, torch.ones(2, device=DEVICE))
     assert not any(y.any() for y in (x, shift, state))
     many = [torch.zeros(fused_step.MOST_ROWS + 1, *y.shape[1:], device=DEVICE) for y in (x, shift, shift, state)]
-    assert not blocks(many[0], *([y] * 2 for y in many[1:]))
+    assert not blocks(many[0], [many[1:]] * 2)
 
 
 def test_blocks_that_it_cannot_read():
@@ -141,6 +190,19 @@ def test_blocks_that_it_cannot_read():
         changed = {name: x for name, x in (parameters | change).items() if x is not None}
         with pytest.raises(ValueError, match=message):
             fused_step.StepBlock(kind, changed, *numbers)
+    block = fused(make("raven")).found[0]
+    numbers = {"heads": 3, "kv_heads": 1, "eps": 1e-6, "topk": 5}
+    for change, message in (
+        ({"router.weight": None}, "There must be a matrix `router.weight`"),
+        ({"dt_bias": None}, "There must be a tensor `dt_bias`"),
+        ({"gate.weight": None}, "There must be a tensor `g_norm`"),
+        ({"slot_decay.weight": torch.zeros(12, 48, device=DEVICE)}, "Such a block has no `slot_decay.weight`"),
+        ({"query.weight": torch.zeros(70, 48, device=DEVICE)}, "There cannot be 3 and 1 heads of 70 channels"),
+        ({"r_bias": torch.zeros(12, dtype=torch.float64, device=DEVICE)}, "`r_bias` must be float32"),
+    ):
+        changed = {name: x for name, x in (block.parameters | change).items() if x is not None}
+        with pytest.raises(ValueError, match=message):
+            fused_step.SlotBlock("slot_memory", changed, **numbers)
     with pytest.raises(ValueError, match="There cannot be 3 heads of 80 channels"):
         fused_step.StepBlock(*parts[1][:2], 3, 1e-5, 1e-5)
     with pytest.raises(ValueError, match="Block 1 reads the values"):

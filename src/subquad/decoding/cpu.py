@@ -13,14 +13,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from subquad_kernels.c.fused_blocks import FusedBlock, FusedBlocks
+from subquad_kernels.c.fused_blocks import KINDS, FusedBlock, FusedBlocks
 from subquad_kernels.c.native import MOST_ROWS, WORTHWHILE_CHANNELS
 from subquad_kernels.tracing import is_observed
 
 from ..modeling.cache import RecurrentCache
 from ..modeling.layer_state import LayerState
 from ..modeling.padding import Tokens
-from .fused import STATES, ModelOfBlocks, find_fused
+from .fused import ModelOfBlocks, find_fused
 from .step import EagerStep, Unsuitable, check_ids
 from .watch import look_up, weights_of
 
@@ -69,7 +69,7 @@ def make(
     """
     if batch_size > MOST_ROWS:
         raise Unsuitable(f"there are {batch_size} rows, and the C library is made for {MOST_ROWS}.")
-    if (fused := find_fused(architectures, model)) is None:
+    if (fused := find_fused(architectures, model)) is None or fused.kind not in KINDS:
         raise Unsuitable(f"the C library has no blocks of {type(model).__name__}.")
     return CpuStep(model, fused, cache, batch_size, alone)
 
@@ -87,11 +87,11 @@ class PreparedModel(ModelOfBlocks):
         self.blocks = FusedBlocks(self.found)
 
     def read_blocks(self, x: torch.Tensor, tokens: Tokens, layers: list[LayerState]) -> bool:
-        before = [[layer.states.get(name) for layer in layers] for name in STATES]
+        before = [[layer.states.get(name) for layer in layers] for name in self.states]
         overwrite = tokens.mask is None and all(layer.can_overwrite("wkv") for layer in layers)
         after = self.blocks(x, *before, overwrite)
         if after is None:
             return False
         for layer, old, new in zip(layers, zip(*before, strict=True), zip(*after, strict=True), strict=True):
-            layer.set(dict(zip(STATES, map(tokens.keep_rows, old, new), strict=True)))
+            layer.set(dict(zip(self.states, map(tokens.keep_rows, old, new), strict=True)))
         return True

@@ -1,7 +1,7 @@
 """
 Decoding on a GPU: the kernels of one token are captured into a CUDA graph once and then replayed, instead of some
-thousand calls from Python that take longer than the kernels. Of Eagle, Finch and Goose, these are kernels of whole
-blocks if there are few rows; of others, those that the model itself launches.
+thousand calls from Python that take longer than the kernels. Of Eagle, Finch, Goose and Raven, these are kernels of
+whole blocks if there are few rows; of others, those that the model itself launches.
 """
 
 import functools
@@ -19,13 +19,13 @@ from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from subquad_kernels.fused_step import MOST_ROWS, StepBlock, StepBlocks
+from subquad_kernels.fused_step import BLOCKS, MOST_ROWS, StepBlocks
 from subquad_kernels.tracing import is_observed
 
 from ..modeling.cache import RecurrentCache
 from ..modeling.layer_state import LayerState
 from ..modeling.padding import Tokens
-from .fused import STATES, ModelOfBlocks, find_fused
+from .fused import ModelOfBlocks, find_fused
 from .step import EagerStep, Unsuitable, check_ids
 from .watch import Watch, look_up, weights_of
 
@@ -270,15 +270,15 @@ class FusedToken(ModelOfBlocks):
     """A model for the fused kernels. They write states in place, so the cache must be static."""
 
     def __init__(self, model: PreTrainedModel, fused: "FusedModel"):
-        super().__init__(model, fused, StepBlock)
+        super().__init__(model, fused, BLOCKS[fused.kind])
         self.blocks = StepBlocks(self.found)
 
     def read_blocks(self, x: torch.Tensor, tokens: Tokens, layers: list[LayerState]) -> bool:
-        states = [[layer.states.get(name) for layer in layers] for name in STATES]
-        if not self.blocks(x, *states, tokens.mask):
+        states = [[layer.states.get(name) for name in self.states] for layer in layers]
+        if not self.blocks(x, states, tokens.mask):
             return False
-        for layer, *of_layer in zip(layers, *states, strict=True):
-            layer.set(dict(zip(STATES, of_layer, strict=True)))
+        for layer, of_layer in zip(layers, states, strict=True):
+            layer.set(dict(zip(self.states, of_layer, strict=True)))
         return True
 
 

@@ -1,4 +1,4 @@
-"""The models whose blocks read one token without torch, Eagle, Finch and Goose: what their parts are, and the rest."""
+"""The models whose blocks read one token without torch, Eagle, Finch, Goose and Raven: their parts, and the rest."""
 
 import sys
 from abc import ABC, abstractmethod
@@ -11,9 +11,11 @@ from transformers import PreTrainedModel, modeling_layers
 
 from ..modeling import arguments
 from ..modeling.cache import RecurrentCache
+from ..modeling.counting_cache import CountingCache
 from ..modeling.layer_state import LayerState
 from ..modeling.layers import LINEAR_WEIGHTS, LayerNorm, widen
 from ..modeling.padding import Tokens
+from ..modeling.positions import TokenPositions
 from .watch import Watch
 
 
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
 Block = TypeVar("Block")
 # The package of all modeling files.
 _MODELS = f"{__package__.rpartition('.')[0]}.models."
-# The states of a block, in the order in which the blocks take them.
-STATES = ("attention_shift", "feed_forward_shift", "wkv")
 
 
 def find_fused(architectures: Iterable["Architecture"], model: PreTrainedModel) -> "FusedModel | None":
@@ -55,7 +55,8 @@ class ModelOfBlocks(ABC):
     def __init__(self, model: PreTrainedModel, fused: "FusedModel", make_block: Callable[..., Block]):
         self.decoder, self.head = decoder, _ = model.get_decoder(), model.get_output_embeddings()
         self._watch = watch = Watch([model, model.base_model, decoder])
-        self.first_norm, self.last_norm = (watch.find(decoder, x) for x in (fused.first_norm, fused.last_norm))
+        self.first_norm = None if fused.first_norm is None else watch.find(decoder, fused.first_norm)
+        self.last_norm, self.states = watch.find(decoder, fused.last_norm), fused.states
         self.width, number = decoder.config.hidden_size, decoder.config.num_hidden_layers
         blocks = watch.find(decoder, fused.blocks)
         if len(blocks) < number:
@@ -82,9 +83,11 @@ class ModelOfBlocks(ABC):
     ) -> torch.Tensor | None:
         """The logits (batch, vocabulary) after one token of each row; None if the blocks cannot read it."""
         x, tokens, cache, _ = self.decoder.start_forward(input_ids, None, attention_mask, None, None, cache, True)
-        x = widen(self.first_norm(x))
+        x = x if self.first_norm is None else widen(self.first_norm(x))
         if not self.read_blocks(x, tokens, cache.layers):
             return None
+        if isinstance(cache, CountingCache):
+            cache.count_tokens(TokenPositions.after(cache.lengths(x), tokens))
         x = self.decoder.fill_output(self.last_norm(x), tokens, cache)
         cache.advance(tokens)
         return self.head(x)[:, -1]
@@ -92,29 +95,35 @@ class ModelOfBlocks(ABC):
 
 def find_block(fused: "FusedModel", watch: Watch, block: nn.Module, make_block: Callable[..., Block]) -> Block:
     """
-    What `make_block(kind, parameters, heads, eps, eps_x, of_token)` makes of a block.
+    What `make_block(kind, parameters, eps=..., **options)` makes of a block; with `eps_x` if it has a norm `ln_x`.
 
     Raises:
         ValueError: if the block has parts that the published model does not have, or `make_block` refuses them.
     """
-    tensors = {}
+    tensors, numbers = {}, {}
     for path, name in fused.classes.items():
         kind = type(watch.find(block, path))
         if kind.__name__ != name or not kind.__module__.startswith(_MODELS):
             raise ValueError(f"`{path}` is a {kind.__name__}.")
     for name, path in fused.layers.items():
-        layer = watch.find(block, path)
+        if (layer := _part(fused, watch, block, name, path)) is None:
+            continue
         if type(layer) not in LINEAR_WEIGHTS or layer.bias is not None:
             raise ValueError(f"`{path}` is a {type(layer).__name__}, or has a bias.")
         watch.absent.append((layer._parameters, "bias"))
         for part, attribute in LINEAR_WEIGHTS[type(layer)].items():
             tensors[f"{name}.{part}"] = watch.tensor(layer, attribute)
     for name, path in fused.norms.items():
-        norm = watch.find(block, path)
-        if not (type(norm) is LayerNorm or path in fused.classes):
+        if (norm := _part(fused, watch, block, name, path)) is None:
+            continue
+        if not (type(norm) in (LayerNorm, nn.RMSNorm) or path in fused.classes):
             raise ValueError(f"`{path}` is a {type(norm).__name__}.")
         watch.values.append((norm.__dict__, "eps"))
-        tensors |= {name: watch.tensor(norm, "weight"), f"{name}_bias": watch.tensor(norm, "bias")}
+        if (eps := numbers.setdefault("eps_x" if name == "ln_x" else "eps", norm.eps)) != norm.eps:
+            raise ValueError(f"The norms have {eps} and {norm.eps}.")
+        tensors[name] = watch.tensor(norm, "weight")
+        if type(norm) is not nn.RMSNorm:
+            tensors[f"{name}_bias"] = watch.tensor(norm, "bias")
     for name, path in fused.parameters.items():
         path, _, attribute = path.rpartition(".")
         owner = watch.find(block, path)
@@ -122,13 +131,18 @@ def find_block(fused: "FusedModel", watch: Watch, block: nn.Module, make_block: 
             watch.absent.append((owner._parameters, attribute))
         else:
             tensors[name] = watch.tensor(owner, attribute)
-    if 0 < sum(name in tensors for name in fused.optional) < len(fused.optional):
-        raise ValueError(f"There must be all or none of {fused.optional}.")
     watch.operators(block)
-    ln1, ln2, ln_x = (watch.find(block, fused.norms[name]) for name in ("ln1", "ln2", "ln_x"))
-    if ln1.eps != ln2.eps:
-        raise ValueError(f"The norms have {ln1.eps} and {ln2.eps}.")
-    return make_block(fused.kind, tensors, ln_x.num_groups, ln1.eps, ln_x.eps, fused.of_token)
+    return make_block(fused.kind, tensors, **numbers, **fused.options(block))
+
+
+def _part(fused: "FusedModel", watch: Watch, block: nn.Module, name: str, path: str) -> nn.Module | None:
+    """A module of a block; None if it is not there and may be missing."""
+    path, _, attribute = path.rpartition(".")
+    owner = watch.find(block, path)
+    if name in fused.optional and owner._modules.get(attribute) is None:
+        watch.absent.append((owner._modules, attribute))
+        return None
+    return watch.module(owner._modules, attribute)
 
 
 # Modules whose decorators stand around a `forward`.

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedConfig
 
 MODELS = Path(__file__).parent
@@ -94,31 +95,34 @@ class TunableState:
 @dataclass(frozen=True)
 class FusedModel:
     """
-    The parts of a model, by their names in [`subquad_kernels.c.fused_blocks.FusedBlock`] and
-    [`subquad_kernels.fused_step.StepBlock`].
+    The parts of a model, by their names in [`subquad_kernels.c.fused_blocks.FusedBlock`] and among
+    [`subquad_kernels.fused_step.BLOCKS`].
 
     Attributes:
         kind: kind of block.
-        blocks, first_norm, last_norm: their paths in the base model.
+        blocks, first_norm, last_norm: their paths in the base model. Some have no first norm.
         classes: path in a block, "" for the block itself, to the name of the class whose `forward` these
             replace.
         layers: name to the path of a linear layer in a block, such as `"attention.key"`.
-        norms: name to the path of a norm with a weight and a bias.
+        norms: name to the path of a norm with a weight and a bias, or of one with a weight alone.
         parameters: name to the path of a parameter.
-        of_token: see `FusedBlock`.
-        optional: names of parameters that some blocks do not have.
+        options: a block's other arguments, such as its number of heads. It raises a ValueError if a block computes
+            something else than these do.
+        optional: names of layers, norms and parameters that some blocks do not have.
+        states: names of a block's states, in the order in which the blocks take them.
     """
 
     kind: str
     blocks: str
-    first_norm: str
+    first_norm: str | None
     last_norm: str
     classes: dict[str, str]
     layers: dict[str, str]
     norms: dict[str, str]
     parameters: dict[str, str]
-    of_token: bool = False
+    options: "Callable[[nn.Module], dict[str, Any]]"
     optional: tuple[str, ...] = ()
+    states: tuple[str, ...] = ("attention_shift", "feed_forward_shift", "wkv")
 
 
 @dataclass(frozen=True)

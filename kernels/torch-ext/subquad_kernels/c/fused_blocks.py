@@ -70,7 +70,7 @@ class _DeltaBlock(ctypes.Structure):
     ]
 
 
-_KINDS = {"wkv": _WkvBlock, "delta_wkv": _DeltaBlock}
+KINDS = {"wkv": _WkvBlock, "delta_wkv": _DeltaBlock}
 
 
 # Of matrices of integers: their bits, and how they are stored.
@@ -108,7 +108,7 @@ class FusedBlock(Block):
 
     def take(self, parameters: dict[str, torch.Tensor]) -> None:
         """Stores the addresses of the parameters, which may have leading axes of length 1."""
-        self.struct, dtypes = _KINDS[self.kind](), library().dtypes
+        self.struct, dtypes = KINDS[self.kind](), library().dtypes
         common = self.struct.common
         common.dtype, common.stream = dtypes[self.dtype], dtypes[self.stream_dtype]
         common.largest = LARGEST if adds_exactly() else LARGEST // 2
@@ -155,7 +155,7 @@ class FusedBlocks:
     def __init__(self, blocks: Sequence[FusedBlock]):
         first, found = blocks[0], library()
         check_alike(blocks, "dtype")
-        self._structs = (_KINDS[first.kind] * len(blocks))(*(block.struct for block in blocks))
+        self._structs = (KINDS[first.kind] * len(blocks))(*(block.struct for block in blocks))
         self._run = found.wkv_blocks if first.kind == "wkv" else found.delta_blocks
         self._parallel = found.parallel
         self.number, self.dtype, self.stream_dtype = len(blocks), first.dtype, first.stream_dtype

@@ -1,4 +1,4 @@
-"""One token of all blocks of Eagle, Finch or Goose on a GPU, in seven or eight kernels for each block."""
+"""One token of all blocks of Eagle, Finch, Goose or Raven on a GPU, in seven or eight kernels for each block."""
 
 from collections.abc import Callable, Collection, Sequence
 
@@ -24,14 +24,104 @@ class StepBlock(Block):
 
     def take(self, parameters: dict[str, torch.Tensor]) -> None:
         self.parameters, self.device = parameters, parameters["ln1"].device
-        for name, shape in self.shapes.items():
-            x = parameters[name]
-            if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.is_neg():
-                raise ValueError(f"`{name}` must be a plain tensor, whose memory holds its numbers.")
-            if len(shape) == 1 and x.numel() == shape[0]:  # stored by heads, or with axes for rows and tokens
-                shape = tuple(x.shape)
-            check_stored(name, x, shape, self.dtype, self.device)
+        _check_parameters(parameters, self.shapes, self.dtype, self.device)
         self.ranks = sum(shape[-1] for name, shape in self.shapes.items() if name.endswith(".down"))
+
+    def states(self, rows: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes of the normalised tokens before, of the two token shifts, and of the recurrence."""
+        shift = (rows, self.width), self.dtype
+        return [shift, shift, ((rows, *self.state_shape), torch.float32)]
+
+
+class SlotBlock:
+    """
+    A block of Raven with a slot memory that the kernels can read.
+
+    Args:
+        kind: `"slot_memory"`.
+        parameters: the matrices (out, in) `query`, `key`, `value`, `router`, `output`, `ffn_gate`, `ffn_up` and
+            `ffn_value`, as `NAME.weight`; `decay`, of heads, with `A_log` and `dt_bias`, or `slot_decay`; the norms
+            `ln1`, `ln2`, `q_norm` and `k_norm`; `g_norm`, or `gate` and `o_norm`; and `r_bias`, if any. All are on
+            one device, in one dtype: float32, bfloat16 or float16.
+        heads, kv_heads: numbers of heads of queries, and of keys, values and routers.
+        eps: of all norms.
+        topk, score, scale: see [`subquad_kernels.slot_routing`].
+        relu: whether the feature map is ReLU, not SiLU.
+        normalizer: divisor of the decays of single slots.
+
+    Raises:
+        ValueError: if the kernels cannot compute such a block; the message says why.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        parameters: dict[str, torch.Tensor],
+        heads: int,
+        kv_heads: int,
+        eps: float,
+        topk: int,
+        score: str = "sigmoid",
+        scale: float = 1.0,
+        relu: bool = False,
+        normalizer: float = 1.0,
+    ):
+        self.kind, self.parameters, self.heads, self.kv_heads, self.eps = kind, parameters, heads, kv_heads, eps
+        self.topk, self.score, self.scale = topk, score, float(scale)
+        self.relu, self.normalizer = relu, float(normalizer)
+        for name in ("query.weight", "output.weight", "router.weight", "ffn_value.weight"):
+            if name not in parameters or parameters[name].dim() != 2:
+                raise ValueError(f"There must be a matrix `{name}`.")
+        query, output, router, last = (parameters[f"{x}.weight"] for x in ("query", "output", "router", "ffn_value"))
+        self.width, self.inner = output.shape
+        self.middle, self.dtype, self.device = last.shape[1], query.dtype, query.device
+        self.stream_dtype = self.dtype
+        sizes = self.width, self.inner, self.middle
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"The kernels do not read {self.dtype}.")
+        if any(not size or size % 16 for size in sizes):
+            raise ValueError(f"The widths must be multiples of 16, got {list(sizes)}.")
+        if heads % kv_heads or any(size % heads for size in (query.shape[0], self.inner)):
+            raise ValueError(f"There cannot be {heads} and {kv_heads} heads of {query.shape[0]} channels.")
+        self.key_size, self.slots = query.shape[0] // heads, router.shape[0] // kv_heads
+        value_size, by_head = self.inner // heads, "A_log" in parameters
+        # In this order, as one kernel computes them.
+        outputs = {"query": heads * self.key_size, "key": kv_heads * self.key_size, "value": kv_heads * value_size}
+        outputs |= {"gate": self.inner} if "gate.weight" in parameters else {}
+        outputs |= {"router": kv_heads * self.slots}
+        outputs |= {"decay": kv_heads} if by_head else {"slot_decay": kv_heads * self.slots}
+        self.products, self.ranks = list(outputs), sum(outputs.values())
+        outputs |= {"ffn_gate": self.middle, "ffn_up": self.middle}
+        shapes = {f"{name}.weight": (size, self.width) for name, size in outputs.items()}
+        shapes |= {"output.weight": (self.width, self.inner), "ffn_value.weight": (self.width, self.middle)}
+        shapes |= dict.fromkeys(("ln1", "ln2"), (self.width,)) | dict.fromkeys(("q_norm", "k_norm"), (self.key_size,))
+        shapes |= {"o_norm": (value_size,)} if "gate" in outputs else {"g_norm": (self.inner,)}
+        shapes |= {"A_log": (kv_heads,), "dt_bias": (kv_heads,)} if by_head else {}
+        shapes |= {"r_bias": (kv_heads, self.slots)} if "r_bias" in parameters else {}
+        _check_parameters(parameters, shapes, self.dtype, self.device)
+        self.state_shape = heads, self.slots, self.key_size + value_size
+
+    def states(self, rows: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of the slot memory."""
+        return [((rows, *self.state_shape), torch.float32)]
+
+
+BLOCKS = {"wkv": StepBlock, "delta_wkv": StepBlock, "slot_memory": SlotBlock}
+
+
+def _check_parameters(
+    parameters: dict[str, torch.Tensor], shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device
+) -> None:
+    for name, shape in shapes.items():
+        if (x := parameters.get(name)) is None:
+            raise ValueError(f"There must be a tensor `{name}`.")
+        if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.is_neg():
+            raise ValueError(f"`{name}` must be a plain tensor, whose memory holds its numbers.")
+        if len(shape) == 1 and x.numel() == shape[0]:  # stored by heads, or with axes for rows and tokens
+            shape = tuple(x.shape)
+        check_stored(name, x, shape, dtype, device)
+    if left := parameters.keys() - shapes.keys():
+        raise ValueError(f"Such a block has no {', '.join(f'`{name}`' for name in sorted(left))}.")
 
 
 class StepBlocks:
@@ -45,28 +135,23 @@ class StepBlocks:
         ValueError: if the blocks do not fit each other.
     """
 
-    def __init__(self, blocks: Sequence[StepBlock]):
+    def __init__(self, blocks: Sequence[StepBlock | SlotBlock]):
         self.blocks, first = blocks, blocks[0]
         check_alike(blocks, "dtype", "device")
         self._backend = choose_backend("fused_step", "auto", ("eager", "triton"), first.parameters["ln1"])
 
     def __call__(
-        self,
-        x: torch.Tensor,
-        before: Sequence[torch.Tensor | None],
-        before_ffn: Sequence[torch.Tensor | None],
-        states: Sequence[torch.Tensor | None],
-        mask: torch.Tensor | None = None,
+        self, x: torch.Tensor, states: Sequence[Sequence[torch.Tensor | None]], mask: torch.Tensor | None = None
     ) -> bool:
         """
-        One token of each row. All but x and the states are in the dtype of the blocks, and all are contiguous.
+        One token of each row. All tensors are contiguous.
 
         Args:
-            x: the residual stream (B, 1, D), in float32 if the blocks are float16. The output of the last block is
-                written over it.
-            before, before_ffn: of each block, the normalised tokens before, of the two token shifts, (B, D). These
-                tokens are written over them.
-            states: of each recurrence, float32 (B, H, K, V), or (B, H, V, K) of Goose, written over.
+            x: the residual stream (B, 1, D), in the dtype of the blocks, or in float32 if they are RWKV's in float16.
+                The output of the last block is written over it.
+            states: of each block, written over. RWKV's are the normalised tokens before, of its two token shifts,
+                (B, D), in the dtype of the blocks, and of the recurrence float32 (B, H, K, V), or (B, H, V, K) of
+                Goose. Raven's is its slot memory, float32 (B, H, slots, K + V).
             mask: bool (B, 1), False for a row that reads nothing: its states stay.
 
         Returns:
@@ -75,22 +160,26 @@ class StepBlocks:
             may have been changed then.
         """
         first, rows = self.blocks[0], x.shape[0]
-        shift, state = (rows, first.width), (rows, *first.state_shape)
         wanted = [(x, (rows, 1, first.width), first.stream_dtype)]
-        wanted += [(y, shift, first.dtype) for y in (*before, *before_ffn)]
-        wanted += [(y, state, torch.float32) for y in states]
+        for block, of_block in zip(self.blocks, states, strict=True):
+            wanted += [(y, *how) for y, how in zip(of_block, block.states(rows), strict=True)]
         if rows > MOST_ROWS or any(not _fits(*each, first.device) for each in wanted):
             return False
         if mask is not None and not _fits(mask, (rows, 1), torch.bool, first.device):
             return False
 
         def run() -> bool:
-            from .triton_kernels import Token, run_delta_block, run_wkv_block
+            if first.kind == "slot_memory":
+                from .slot_kernels import SlotToken as Token
+                from .slot_kernels import run_slot_block as run_block
+            else:
+                from .triton_kernels import ShiftedToken as Token
+                from .triton_kernels import run_delta_block, run_wkv_block
 
+                run_block = run_wkv_block if first.kind == "wkv" else run_delta_block
             largest = max(self.blocks, key=lambda block: block.ranks)
             token = Token(largest, x.view(rows, first.width), mask)
-            run_block = run_wkv_block if first.kind == "wkv" else run_delta_block
-            for block, *of_block in zip(self.blocks, before, before_ffn, states, strict=True):
+            for block, of_block in zip(self.blocks, states, strict=True):
                 run_block(block, token, *of_block)
             return True
 
@@ -101,4 +190,4 @@ def _fits(x: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, de
     return x is not None and x.shape == shape and x.dtype == dtype and x.device == device and x.is_contiguous()
 
 
-__all__ = ["MOST_ROWS", "StepBlock", "StepBlocks"]
+__all__ = ["BLOCKS", "MOST_ROWS", "SlotBlock", "StepBlock", "StepBlocks"]

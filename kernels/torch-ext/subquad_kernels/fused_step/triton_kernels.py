@@ -186,16 +186,17 @@ def _tile(pointers, inside, ks, step, K: tl.constexpr, EVEN: tl.constexpr):
 def _products(
     x, weight, outputs, inside, rows, apart, step, K: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    OVERLAP: tl.constexpr, norm=None, eps=0.0,
 ):  # fmt: skip
     """
     x (rows, K) times some outputs of a weight, (ROWS, BN) in float32. Outputs of the weight are `apart`, and inputs
-    `step`. With EVEN all outputs are inside.
+    `step`. With EVEN all outputs are inside. With a norm, its weights, x is normalised by its root mean square, which
+    is found on the way.
     """
     pointers = weight + outputs.to(tl.int64)[:, None] * apart
     row, columns = tl.arange(0, ROWS), tl.arange(0, BK)
     if ROWS == 1:
-        sums = tl.zeros((BN, BK), tl.float32)
+        sums, squares = tl.zeros((BN, BK), tl.float32), tl.zeros((BK,), tl.float32)
         tile = _tile(pointers, inside, columns, step, K, EVEN)
         _wait(OVERLAP)
         for start in range(0, K, BK):
@@ -203,18 +204,30 @@ def _products(
             if K > BK:  # is read while this one is multiplied
                 following = _tile(pointers, inside, start + BK + columns, step, K, EVEN)
             ks = start + columns
-            sums += tile.to(tl.float32) * _load(x + ks, ks < K)[None, :]
+            values = _load(x + ks, ks < K)
+            if norm is not None:
+                squares += values * values
+                values *= _load(norm + ks, ks < K)
+            sums += tile.to(tl.float32) * values[None, :]
             tile = following
         sums = tl.sum(sums, 1)[None, :]
+        if norm is not None:
+            sums *= tl.rsqrt(tl.sum(squares, 0) / K + eps)
     else:
-        sums = tl.zeros((ROWS, BN), tl.float32)
+        sums, squares = tl.zeros((ROWS, BN), tl.float32), tl.zeros((ROWS, BK), tl.float32)
         _wait(OVERLAP)
         for start in tl.range(0, K, BK, num_stages=STAGES):
             ks = start + columns
             tile = _tile(pointers, inside, ks, step, K, EVEN)
             mask = (row < rows)[:, None] & (ks < K)[None, :]
             values = tl.load(x + row[:, None] * K + ks[None, :], mask=mask, other=0.0)
+            if norm is not None:
+                values = values.to(tl.float32)
+                squares += values * values
+                values *= _load(norm + ks, ks < K)[None, :]
             sums = tl.dot(values.to(DOT), tl.trans(tile.to(DOT)), sums, input_precision=PRECISION)
+        if norm is not None:
+            sums *= tl.rsqrt(tl.sum(squares, 1) / K + eps)[:, None]
     return sums
 
 
@@ -440,26 +453,21 @@ class Token:
     Room for what is computed of one token of each row between the kernels of a block, used by one block after another.
 
     Args:
-        block: the one with the most channels of low ranks.
+        block: the one with the most channels of products whose number differs.
         x: the residual stream, (rows, width).
         mask: bool (rows), False for a row that reads nothing; or None.
     """
 
     def __init__(self, block, x: torch.Tensor, mask: torch.Tensor | None):
         self.x, self.mask, self.rows = x, mask, x.shape[0]
-        rows, width, inner = self.rows, block.width, block.inner
         # Products of matrices read bfloat16; a vector is so short that it can be float32.
-        dtype = torch.bfloat16 if rows > 1 and block.dtype == torch.bfloat16 else torch.float32
-
-        def room(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device=x.device)
-
-        self.mixed = room(6, rows, width, dtype=dtype)
-        self.products, self.v_first = room(4, rows, inner), room(rows, inner)
-        self.heads, self.middle = room(rows, inner, dtype=dtype), room(rows, block.middle, dtype=dtype)
-        self.gate = room(rows, width)
-        self.low = room(rows * max(block.ranks, 1))
+        self.dtype = torch.bfloat16 if self.rows > 1 and block.dtype == torch.bfloat16 else torch.float32
+        self.heads = self.room(self.rows, block.inner, dtype=self.dtype)
+        self.middle = self.room(self.rows, block.middle, dtype=self.dtype)
         self.overlap = {"OVERLAP": True, "launch_pdl": True} if _overlaps(x.device) else {"OVERLAP": False}
+
+    def room(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.x.device)
 
     def tiles(self, table: dict[bool, dict], sizes: tuple[int, ...], inputs: int, dtype: torch.dtype) -> dict:
         """The constants of products with so many outputs each."""
@@ -470,6 +478,25 @@ class Token:
         even = all(size % tiles["BN"] == 0 for size in sizes)
         rows = 1 if self.rows == 1 else block_size(self.rows)
         return {**tiles, "BK": block, "K": inputs, "ROWS": rows, "EVEN": even, **of_dtype, **self.overlap}
+
+    def add(self, x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor | None = None) -> None:
+        """Adds a product to the residual stream."""
+        size, inputs = weight.shape
+        constants = self.tiles(ADDING_TILES, (size,), inputs, weight.dtype)
+        grid = (cdiv(size, constants["BN"]),)
+        launch(_adding_kernel, grid, x, weight, gate, self.x, self.rows, N=size, **constants)
+
+
+class ShiftedToken(Token):
+    """The same for blocks with token shifts."""
+
+    def __init__(self, block, x: torch.Tensor, mask: torch.Tensor | None):
+        super().__init__(block, x, mask)
+        rows, width, inner = self.rows, block.width, block.inner
+        self.mixed = self.room(6, rows, width, dtype=self.dtype)
+        self.products, self.v_first = self.room(4, rows, inner), self.room(rows, inner)
+        self.gate = self.room(rows, width)
+        self.low = self.room(rows * max(block.ranks, 1))
 
     def mix(self, p: dict, norm: str, before: torch.Tensor, names: tuple[str, ...], block, shifts: bool) -> None:
         """Normalises the stream, and interpolates it with the token before; with low ranks if the block shifts."""
@@ -535,15 +562,8 @@ class Token:
             **constants,
         )
 
-    def add(self, x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor | None = None) -> None:
-        """Adds a product to the residual stream."""
-        size, inputs = weight.shape
-        constants = self.tiles(ADDING_TILES, (size,), inputs, weight.dtype)
-        grid = (cdiv(size, constants["BN"]),)
-        launch(_adding_kernel, grid, x, weight, gate, self.x, self.rows, N=size, **constants)
 
-
-def _run_heads(kernel, token: Token, block, arguments: tuple, state: torch.Tensor, **constants) -> None:
+def _run_heads(kernel, token: ShiftedToken, block, arguments: tuple, state: torch.Tensor, **constants) -> None:
     p, size = block.parameters, block.inner // block.heads
     norm = p["ln_x"], p["ln_x_bias"]
     last = state, token.mask, token.heads, block.eps_x, token.rows
@@ -561,7 +581,9 @@ def _run_heads(kernel, token: Token, block, arguments: tuple, state: torch.Tenso
     )
 
 
-def run_wkv_block(block, token: Token, before: torch.Tensor, before_ffn: torch.Tensor, state: torch.Tensor) -> None:
+def run_wkv_block(
+    block, token: ShiftedToken, before: torch.Tensor, before_ffn: torch.Tensor, state: torch.Tensor
+) -> None:
     """A block of Eagle or Finch."""
     p = block.parameters
     shifts, decays = "shift.up" in p, "decay.up" in p
@@ -578,7 +600,9 @@ def run_wkv_block(block, token: Token, before: torch.Tensor, before_ffn: torch.T
     token.add(token.middle, p["ffn_value.weight"], token.gate)
 
 
-def run_delta_block(block, token: Token, before: torch.Tensor, before_ffn: torch.Tensor, state: torch.Tensor) -> None:
+def run_delta_block(
+    block, token: ShiftedToken, before: torch.Tensor, before_ffn: torch.Tensor, state: torch.Tensor
+) -> None:
     """A block of Goose."""
     p = block.parameters
     token.mix(p, "ln1", before, ("r", "k", "v", "w", "a", "g"), block, False)

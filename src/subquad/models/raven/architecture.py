@@ -1,6 +1,17 @@
 """The descriptor of Raven."""
 
-from ..architecture import AdapterTargets, Architecture, Costs, OptimizerRecipe, Serving, Support, TunableState
+from typing import Any
+
+from ..architecture import (
+    AdapterTargets,
+    Architecture,
+    Costs,
+    FusedModel,
+    OptimizerRecipe,
+    Serving,
+    Support,
+    TunableState,
+)
 
 
 def describe(config) -> list[str]:
@@ -63,6 +74,21 @@ def _flops(config) -> int:
     return flops
 
 
+def fused_options(block) -> dict[str, Any]:
+    config = block.attn.config
+    if config.use_rope:
+        raise ValueError("Rotary embeddings of slot memories are not fused.")
+    return {
+        "heads": config.num_heads,
+        "kv_heads": config.num_kv_heads,
+        "topk": config.topk,
+        "score": config.router_score,
+        "scale": config.router_scale,
+        "relu": config.feature_map == "relu",
+        "normalizer": config.gate_logit_normalizer,
+    }
+
+
 RAVEN = Architecture(
     model_type="raven",
     folder="raven",
@@ -82,6 +108,23 @@ RAVEN = Architecture(
         scaled=["k_proj", "v_proj"],
         feed_forward=["down_proj"],
         norms=["attn_norm", "q_norm", "k_norm", "o_norm", "g_norm", "mlp_norm", "norm"],
+    ),
+    fused=FusedModel(
+        kind="slot_memory",
+        blocks="layers",
+        first_norm=None,
+        last_norm="norm",
+        classes={"": "RavenBlock", "attn": "RavenSlotMemory", "mlp": "RavenMLP"},
+        layers={
+            **{"query": "attn.q_proj", "key": "attn.k_proj", "value": "attn.v_proj", "gate": "attn.o_gate_proj"},
+            **{"router": "attn.r_proj", "decay": "attn.a_proj", "slot_decay": "attn.f_proj", "output": "attn.o_proj"},
+            **{"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_value": "mlp.down_proj"},
+        },
+        norms={"ln1": "attn_norm", "ln2": "mlp_norm", **{f"{x}_norm": f"attn.{x}_norm" for x in "qkog"}},
+        parameters={"A_log": "attn.A_log", "dt_bias": "attn.dt_bias", "r_bias": "attn.r_bias"},
+        options=fused_options,
+        optional=("gate", "decay", "slot_decay", "o_norm", "g_norm", "A_log", "dt_bias", "r_bias"),
+        states=("slots",),
     ),
     # Appendix A.3.1: Adam; weight decay is not mentioned.
     recipe=OptimizerRecipe(weight_decay=0.0, peak="4e-4", warmup="1 of 15 billion tokens", decay="cosine"),

@@ -53,7 +53,7 @@ FUSED = FusedModel(
         "mu_ffn_key": "feed_forward.time_mix_key",
         "mu_ffn_receptance": "feed_forward.time_mix_receptance",
     },
-    of_token=True,
+    options=lambda block: {"heads": block.attention.ln_x.num_groups, "of_token": True},
 )
 
 RWKV5 = Architecture(

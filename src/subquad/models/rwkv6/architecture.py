@@ -52,7 +52,7 @@ RWKV6 = replace(
             "mu_ffn_key": "feed_forward.time_maa_k",
             "mu_ffn_receptance": "feed_forward.time_maa_r",
         },
-        of_token=False,
+        options=lambda block: {"heads": block.attention.ln_x.num_groups},
     ),
     tunable_state=replace(RWKV5.tunable_state, module="Rwkv6TimeMixing"),
 )

@@ -122,6 +122,7 @@ RWKV7 = Architecture(
             "bonus": "att.r_k",
             "mu_ffn_key": "ffn.x_k",
         },
+        options=lambda block: {"heads": block.att.ln_x.num_groups},
         optional=("mix.base", "mix.down", "mix.up"),
     ),
     onnx=("prefill", "decode"),
