@@ -152,8 +152,17 @@ FIRST = """
             return f"{_check(x)} {self._check}", dict(_check=2), "é", _check(math.pi)  # trailing
 
 
+    # Everything.
+    # package only
+    def everything():
+        return unused()
+
+
     def _check(x):
         global _kept
+        # package only
+        if x == 2:
+            return "nothing"
         _kept = {**_kept, x: LIMIT}
         return x
 
@@ -189,6 +198,7 @@ def test_names_that_two_modules_define(package):
     assert "# Counts, see `_first_check`.\nclass _Plan:" in text
     assert f"# From {name}.first.\n" in text
     assert "unused" not in text and "More" not in text and "import LIMIT" not in text
+    assert "package only" not in text and "Everything" not in text
 
 
 @pytest.mark.fast
@@ -201,6 +211,7 @@ def test_names_that_two_modules_define(package):
         ("import math as x\ny = x", "import re as x\nfrom .first import y\nz = x, y", "more than one way"),
         ("def sum(): pass", "from .first import sum\nx = sum()", "`sum` has several meanings"),
         ("", "from .first import gone\nx = gone", "does not define gone"),
+        ("", "# package only\nif print:\n    x = 1\nelse:\n    x = 2\ny = x", "has an `else`"),
         ("def f(): pass\ndef g(): f()", "from .first import f, g\nf = print(f)\nx = g", "binds a name again"),
     ],
 )

@@ -218,6 +218,8 @@ def _without_marked(text: str) -> str:
             if isinstance(each, ast.stmt):
                 first = min([each.lineno, *(line.lineno for line in getattr(each, "decorator_list", ()))]) - 1
                 if lines[first - 1].strip() == MARK:
+                    if getattr(each, "orelse", None):
+                        raise ValueError(f"line {each.lineno}: a statement that is left out has an `else`.")
                     while lines[first - 1].strip()[:1] in ("", "#"):
                         first -= 1
                     cut.append((first, each.end_lineno))

@@ -55,7 +55,7 @@ def choose_backend(operator: str, backend: str, available: tuple[str, ...], x: t
     """
     source = "backend"
     # package only
-    available = (*available, "reference")
+    available = tuple(sorted((*available, "reference")))
     if backend == "auto" and os.environ.get("SUBQUAD_BACKEND"):
         backend, source = os.environ["SUBQUAD_BACKEND"], "SUBQUAD_BACKEND"
         if backend == "triton" and "triton" not in available:

@@ -64,11 +64,11 @@ def dynamic_mixing(
         if not inplace:
             return out
         features[..., width : 2 * width] = out[..., :width]
-    elif inplace:
+        return features[..., width:]
+    if inplace:
         _dynamic_mixing_(features, width, normalization, eps, backend)
-    else:
-        return _dynamic_mixing(features, width, normalization, eps, backend)
-    return features[..., width:]
+        return features[..., width:]
+    return _dynamic_mixing(features, width, normalization, eps, backend)
 
 
 def _check(features, width, normalization, eps, inplace):

@@ -47,15 +47,13 @@ def static_mixing(
     backend = choose_backend("static_mixing", backend, BACKENDS, features)
     if inplace:
         _check_inplace(features, v)
-        # package only
-        if backend == "reference":
-            features[..., width:] = static_mixing_reference(features, v, width)
-        else:
-            _static_mixing_(features, v, width, backend)
-        return features[..., width:]
     # package only
     if backend == "reference":
-        return static_mixing_reference(features, v, width).to(features.dtype)
+        out = static_mixing_reference(features, v, width).to(features.dtype)
+        return features[..., width:].copy_(out) if inplace else out
+    if inplace:
+        _static_mixing_(features, v, width, backend)
+        return features[..., width:]
     return _static_mixing(features, v, width, backend)
 
 
