@@ -138,9 +138,9 @@ def fused(monkeypatch):
 
 
 @pytest.mark.quick_cases("rwkv6")
-@each(EAGLE, FINCH, GOOSE, RAVEN_PURE)
+@each(EAGLE, FINCH, GOOSE, RAVEN_PURE, GECKO)
 def test_fused_blocks(case, calls, fused):
-    model = case.model()
+    model = case.model(**case.wide)
     cache, other = start(model, 2)
     read = compare(model, cache, other, 3)
     compare(model, cache, other, 3, masks=True, read=read)

@@ -1,9 +1,12 @@
 """The kernels of whole blocks equal the model itself, and are few."""
 
+import importlib
+
 import pytest
 import torch
 from cases import LIVELY, lively
 from kernel_cases import DEVICE, TRITON
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from subquad.decoding.cuda_graph import FusedToken
 from subquad.models import REGISTRY
@@ -28,8 +31,19 @@ SIZES = {
         **{"num_heads": 2, "num_slots": 20, "topk": 7, "decay_type": "GLA", "router_score": "softmax"},
         **{"feature_map": "relu"},
     },
+    # Heads of 16 and 48 channels, the last one without rotary embeddings. Two tokens are a chunk.
+    "gecko": {
+        **{"num_heads": 3, "num_rope_heads": 2, "z_dim": 48, "value_dim": 144, "cema_ndim": 5, "chunk_size": 2},
+        **{"timenorm_num_groups": 6, "rescale_nffn": True},
+    },
+    # Heads of 24 and 8 channels.
+    "gecko-plain": {
+        **{"num_heads": 2, "num_rope_heads": 0, "z_dim": 48, "value_dim": 16, "cema_ndim": 3, "chunk_size": 3},
+        **{"timenorm_num_groups": 1, "layernorm_num_groups": 3, "norm_affine": False, "two_hop_residual": True},
+        **{"scale_emb": True, "document_boundaries": False},
+    },
 }
-MODELS = [*LIVELY, "raven", "raven-plain"]
+MODELS = [*LIVELY, "raven", "raven-plain", "gecko", "gecko-plain"]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
@@ -50,11 +64,12 @@ def fused(model):
 
 
 @torch.no_grad()
-def compare(model, rows, tokens=3, masks=False, length=2):
-    """Tokens behind a text, or behind nothing."""
+def compare(model, rows, tokens=3, masks=False, length=2, bos=()):
+    """Tokens behind a text, or behind nothing. In every second row, those at `bos` may begin a document."""
     dtype = model.dtype
     tolerance, read = TOLERANCES[dtype], fused(model).read
-    ids = torch.randint(1, 300, (rows, 8), generator=torch.Generator().manual_seed(1)).to(model.device)
+    ids = torch.randint(2, 300, (rows, 16), generator=torch.Generator().manual_seed(1)).to(model.device)
+    ids[::2, [*bos]] = 1
     cache, other = (model.new_cache(static=True) for _ in range(2))
     for each in (cache, other):
         model(ids[:, :2], cache=each)
@@ -112,6 +127,25 @@ def test_states_of_zeros(name):
     compare(make(name), 2, tokens=2, length=0)
 
 
+CHUNKS = [
+    ("gecko", torch.float32, 1),
+    ("gecko", torch.float32, 17),
+    ("gecko", torch.bfloat16, 1),
+    ("gecko", torch.bfloat16, 32),
+    ("gecko", torch.float16, 3),
+    ("gecko-plain", torch.float32, 3),
+    ("gecko-plain", torch.bfloat16, 3),
+    ("gecko-plain", torch.float16, 1),
+]
+
+
+@pytest.mark.quick_cases("gecko-dtype0-1", "gecko-plain-dtype5-3")
+@pytest.mark.parametrize(("name", "dtype", "rows"), CHUNKS)
+def test_chunks_that_enter_the_memory(name, dtype, rows):
+    """And documents that begin within chunks and with them."""
+    compare(make(name, dtype), rows, tokens=11 if rows < 17 else 5, masks=rows > 1, bos=(5, 6))
+
+
 @pytest.mark.parametrize("rows", [1, 2])
 def test_raven_of_several_tiles(rows):
     """All slots are written to."""
@@ -138,25 +172,90 @@ def test_ravens_that_it_cannot_read(changes, message):
         fused(model)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_gecko_of_several_tiles(rows):
+    sizes = {"hidden_size": 288, "timenorm_num_groups": 2, "layernorm_num_groups": 2, "intermediate_size": 272}
+    compare(make("gecko", **sizes), rows, tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"swiglu": False}, "There is no `fc3`"),
+        ({"z_dim": 24}, r"must be multiples of 16, got \[48, 144, 24, 112\]"),
+    ],
+    ids=lambda x: "" if isinstance(x, str) else "-".join(x),
+)
+def test_geckos_that_it_cannot_read(changes, message):
+    with pytest.raises(ValueError, match=message):
+        fused(make("gecko", **changes))
+    model = make("gecko")
+    model.model.layers[1].nffn.norm.eps = 1e-3
+    with pytest.raises(ValueError, match="The norms differ"):
+        fused(model)
+    block = fused(make("gecko")).found[0]
+    names = ("heads", "rotated", "groups", "beta1", "beta2", "norm_groups", "eps", "chunk_size", "two_hop")
+    numbers = {name: getattr(block, name) for name in names}
+    for change, message in (
+        ({"cema.alpha": None}, "There must be a matrix `cema.alpha`"),
+        ({"gate.bias": None}, "There must be a tensor `gate.bias`"),
+        ({"k_k": torch.zeros(48, device=DEVICE)}, "Such a block has no `k_k`"),
+        ({"gamma": torch.zeros(4, 32, device=DEVICE)}, "`gamma` must be float32"),
+    ):
+        changed = {name: x for name, x in (block.parameters | change).items() if x is not None}
+        with pytest.raises(ValueError, match=message):
+            fused_step.ChunkBlock("working_memory", changed, **numbers)
+    for change, message in (
+        ({"heads": 5}, "There cannot be 5 heads of 48 and 144 channels"),
+        ({"norm_groups": 5}, "There cannot be 6 and 5 groups of 48 channels"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fused_step.ChunkBlock("working_memory", block.parameters, **numbers | change)
+
+
+class Operations(TorchDispatchMode):
+    """Names of torch's operations that compute something."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        is_view = function.is_view or any(x in function.__name__ for x in ("empty", "detach", "view", "split"))
+        self.names += [] if is_view else [function.__name__]
+        return function(*args, **(kwargs or {}))
+
+
 # The launches of one block. A change of these numbers is a change of the time that a token takes.
-LAUNCHES = {"eagle": 7, "finch": 8, "goose": 7, "raven": 8, "raven-plain": 8}
+LAUNCHES = {"eagle": 7, "finch": 8, "goose": 7, "raven": 8, "raven-plain": 8, "gecko": 15, "gecko-plain": 15}
+# Of single tokens, which a block's kernels stand between.
+OPERATORS = ("slot_memory", "timestep_decay_norm", "cema", "chunk_attention", "working_memory")
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("rows", [1, 32])
 @pytest.mark.parametrize("name", MODELS)
 def test_launches(name, rows, monkeypatch):
-    from subquad_kernels.fused_step import slot_kernels, triton_kernels
-    from subquad_kernels.slot_memory import triton_kernels as slot_memory_kernels
-
+    names = [f"fused_step.{name}_kernels" for name in ("triton", "slot", "gecko")]
+    names += [f"{name}.triton_kernels" for name in OPERATORS]
     launched = []
-    for module in (triton_kernels, slot_kernels, slot_memory_kernels):
+    for name_of_module in names:
+        module = importlib.import_module(f"subquad_kernels.{name_of_module}")
         monkeypatch.setattr(module, "launch", lambda kernel, *args, **constants: launched.append(kernel))
-    model = make(name, device="meta")
-    cache, ids = model.new_cache(static=True), torch.zeros(rows, 1, dtype=torch.long, device="meta")
-    model(ids, cache=cache)
-    assert fused(model).read(ids, None, cache) is not None
-    assert len(launched) == 2 * LAUNCHES[name] <= 2 * 12
+    operations = []
+    for layers in (2, 3):
+        model = make(name, device="meta", num_hidden_layers=layers)
+        cache, ids = model.new_cache(static=True), torch.zeros(rows, 1, dtype=torch.long, device="meta")
+        model(ids, cache=cache)
+        read = fused(model).read
+        assert read(ids, None, cache) is not None
+        launched.clear()
+        with Operations() as computed:
+            read(ids, None, cache)
+        assert len(launched) == layers * LAUNCHES[name] <= layers * 24
+        operations.append(computed.names)
+    # Whatever torch computes is before or behind the blocks.
+    assert operations[0] == operations[1]
 
 
 def test_what_does_not_fit():

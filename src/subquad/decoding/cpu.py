@@ -86,7 +86,9 @@ class PreparedModel(ModelOfBlocks):
             raise ValueError(f"{self.width} channels are as fast in torch.")
         self.blocks = FusedBlocks(self.found)
 
-    def read_blocks(self, x: torch.Tensor, tokens: Tokens, layers: list[LayerState]) -> bool:
+    def read_blocks(
+        self, x: torch.Tensor, tokens: Tokens, layers: list[LayerState], positions: dict[str, torch.Tensor]
+    ) -> bool:
         before = [[layer.states.get(name) for layer in layers] for name in self.states]
         overwrite = tokens.mask is None and all(layer.can_overwrite("wkv") for layer in layers)
         after = self.blocks(x, *before, overwrite)

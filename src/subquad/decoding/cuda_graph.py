@@ -1,7 +1,7 @@
 """
 Decoding on a GPU: the kernels of one token are captured into a CUDA graph once and then replayed, instead of some
-thousand calls from Python that take longer than the kernels. Of Eagle, Finch, Goose and Raven, these are kernels of
-whole blocks if there are few rows; of others, those that the model itself launches.
+thousand calls from Python that take longer than the kernels. Of RWKV, Raven and Gecko, these are kernels of whole
+blocks if there are few rows; of others, those that the model itself launches.
 """
 
 import functools
@@ -273,9 +273,11 @@ class FusedToken(ModelOfBlocks):
         super().__init__(model, fused, BLOCKS[fused.kind])
         self.blocks = StepBlocks(self.found)
 
-    def read_blocks(self, x: torch.Tensor, tokens: Tokens, layers: list[LayerState]) -> bool:
+    def read_blocks(
+        self, x: torch.Tensor, tokens: Tokens, layers: list[LayerState], positions: dict[str, torch.Tensor]
+    ) -> bool:
         states = [[layer.states.get(name) for name in self.states] for layer in layers]
-        if not self.blocks(x, states, tokens.mask):
+        if not self.blocks(x, states, tokens.mask, positions):
             return False
         for layer, of_layer in zip(layers, states, strict=True):
             layer.set(dict(zip(self.states, of_layer, strict=True)))

@@ -1,4 +1,4 @@
-"""The models whose blocks read one token without torch, Eagle, Finch, Goose and Raven: their parts, and the rest."""
+"""The models whose blocks read one token without torch (RWKV, Raven and Gecko): their parts, and the rest."""
 
 import sys
 from abc import ABC, abstractmethod
@@ -56,7 +56,7 @@ class ModelOfBlocks(ABC):
         self.decoder, self.head = decoder, _ = model.get_decoder(), model.get_output_embeddings()
         self._watch = watch = Watch([model, model.base_model, decoder])
         self.first_norm = None if fused.first_norm is None else watch.find(decoder, fused.first_norm)
-        self.last_norm, self.states = watch.find(decoder, fused.last_norm), fused.states
+        self.last_norm, self.states, self.start = watch.find(decoder, fused.last_norm), fused.states, fused.start
         self.width, number = decoder.config.hidden_size, decoder.config.num_hidden_layers
         blocks = watch.find(decoder, fused.blocks)
         if len(blocks) < number:
@@ -70,9 +70,12 @@ class ModelOfBlocks(ABC):
         return self._watch.is_unchanged()
 
     @abstractmethod
-    def read_blocks(self, x: torch.Tensor, tokens: Tokens, layers: list[LayerState]) -> bool:
+    def read_blocks(
+        self, x: torch.Tensor, tokens: Tokens, layers: list[LayerState], positions: dict[str, torch.Tensor]
+    ) -> bool:
         """
-        Lets all blocks read one token of each row: x (batch, 1, width), which becomes the output of the last one.
+        Lets all blocks read one token of each row: x (batch, 1, width), which becomes the output of the last one. For
+        the positions see `start` of a `FusedModel`.
 
         Returns:
             whether it was done. If not, the states are to be as they were, or are put back by the caller.
@@ -84,11 +87,17 @@ class ModelOfBlocks(ABC):
         """The logits (batch, vocabulary) after one token of each row; None if the blocks cannot read it."""
         x, tokens, cache, _ = self.decoder.start_forward(input_ids, None, attention_mask, None, None, cache, True)
         x = x if self.first_norm is None else widen(self.first_norm(x))
-        if not self.read_blocks(x, tokens, cache.layers):
+        positions, of_blocks, last = None, {}, ()
+        if self.start is not None:
+            x, positions, of_blocks = self.start(self.decoder, x, input_ids, tokens, cache)
+            last = positions, cache.after_blocks
+        elif isinstance(cache, CountingCache):
+            positions = TokenPositions.after(cache.lengths(x), tokens)
+        if not self.read_blocks(x, tokens, cache.layers, of_blocks):
             return None
-        if isinstance(cache, CountingCache):
-            cache.count_tokens(TokenPositions.after(cache.lengths(x), tokens))
-        x = self.decoder.fill_output(self.last_norm(x), tokens, cache)
+        if positions is not None:
+            cache.count_tokens(positions)
+        x = self.decoder.fill_output(self.last_norm(x, *last), tokens, cache)
         cache.advance(tokens)
         return self.head(x)[:, -1]
 
@@ -108,9 +117,11 @@ def find_block(fused: "FusedModel", watch: Watch, block: nn.Module, make_block: 
     for name, path in fused.layers.items():
         if (layer := _part(fused, watch, block, name, path)) is None:
             continue
-        if type(layer) not in LINEAR_WEIGHTS or layer.bias is not None:
+        has_bias = f"{name}.bias" in fused.parameters
+        if type(layer) not in LINEAR_WEIGHTS or not (layer.bias is None or has_bias):
             raise ValueError(f"`{path}` is a {type(layer).__name__}, or has a bias.")
-        watch.absent.append((layer._parameters, "bias"))
+        if not has_bias:
+            watch.absent.append((layer._parameters, "bias"))
         for part, attribute in LINEAR_WEIGHTS[type(layer)].items():
             tensors[f"{name}.{part}"] = watch.tensor(layer, attribute)
     for name, path in fused.norms.items():
@@ -127,7 +138,7 @@ def find_block(fused: "FusedModel", watch: Watch, block: nn.Module, make_block: 
     for name, path in fused.parameters.items():
         path, _, attribute = path.rpartition(".")
         owner = watch.find(block, path)
-        if name in fused.optional and not hasattr(owner, attribute):
+        if name in fused.optional and getattr(owner, attribute, None) is None:
             watch.absent.append((owner._parameters, attribute))
         else:
             tensors[name] = watch.tensor(owner, attribute)

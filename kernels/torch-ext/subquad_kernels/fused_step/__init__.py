@@ -1,4 +1,4 @@
-"""One token of all blocks of Eagle, Finch, Goose or Raven on a GPU, in seven or eight kernels for each block."""
+"""One token of all blocks of a model on a GPU: of RWKV or Raven in 7 or 8 kernels for each block, of Gecko in 15."""
 
 from collections.abc import Callable, Collection, Sequence
 
@@ -27,7 +27,7 @@ class StepBlock(Block):
         _check_parameters(parameters, self.shapes, self.dtype, self.device)
         self.ranks = sum(shape[-1] for name, shape in self.shapes.items() if name.endswith(".down"))
 
-    def states(self, rows: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def states(self, rows: int, positions: dict[str, torch.Tensor]) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shapes and dtypes of the normalised tokens before, of the two token shifts, and of the recurrence."""
         shift = (rows, self.width), self.dtype
         return [shift, shift, ((rows, *self.state_shape), torch.float32)]
@@ -101,12 +101,90 @@ class SlotBlock:
         _check_parameters(parameters, shapes, self.dtype, self.device)
         self.state_shape = heads, self.slots, self.key_size + value_size
 
-    def states(self, rows: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def states(self, rows: int, positions: dict[str, torch.Tensor]) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of the slot memory."""
         return [((rows, *self.state_shape), torch.float32)]
 
 
-BLOCKS = {"wkv": StepBlock, "delta_wkv": StepBlock, "slot_memory": SlotBlock}
+class ChunkBlock:
+    """
+    A block of Gecko that the kernels can read.
+
+    Args:
+        kind: `"working_memory"`.
+        parameters: the matrices (out, in) `value`, `gate`, `shared` and `stream`, with their biases, and `output`,
+            `ffn_gate`, `ffn_up` and `ffn_value`, as `NAME.weight` and `NAME.bias`; the norms `ln1` with a bias, `ln_m`
+            and `ln2` with a bias, the last two if any; `cema.NAME` of [`subquad_kernels.cema`]; `gamma` and `beta` of
+            the representation that queries and keys share; and `alpha`, the factors of the last product, if any. All
+            are on one device, in one dtype: float32, bfloat16 or float16.
+        heads, rotated: numbers of heads, and of the first ones that have rotary embeddings.
+        groups, beta1, beta2: see [`subquad_kernels.timestep_decay_norm`].
+        norm_groups: groups of channels of the other norms.
+        eps: of all norms.
+        chunk_size: see [`subquad_kernels.working_memory`].
+        two_hop: whether the feed-forward network's output is added to the block's input.
+
+    Raises:
+        ValueError: if the kernels cannot compute such a block; the message says why.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        parameters: dict[str, torch.Tensor],
+        heads: int,
+        rotated: int,
+        groups: int,
+        beta1: float,
+        beta2: float,
+        norm_groups: int,
+        eps: float,
+        chunk_size: int,
+        two_hop: bool,
+    ):
+        self.kind, self.parameters, self.heads, self.rotated, self.eps = kind, parameters, heads, rotated, eps
+        self.groups, self.beta1, self.beta2, self.norm_groups = groups, beta1, beta2, norm_groups
+        self.chunk_size, self.two_hop = chunk_size, two_hop
+        for name in ("output.weight", "shared.weight", "ffn_value.weight", "cema.alpha"):
+            if name not in parameters or parameters[name].dim() != 2:
+                raise ValueError(f"There must be a matrix `{name}`.")
+        output, shared, last = (parameters[f"{name}.weight"] for name in ("output", "shared", "ffn_value"))
+        self.width, self.inner = output.shape
+        self.middle, self.dtype, self.device, self.ranks = last.shape[1], output.dtype, output.device, shared.shape[0]
+        self.stream_dtype = self.dtype
+        sizes = self.width, self.inner, self.ranks, self.middle
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"The kernels do not read {self.dtype}.")
+        if any(not size or size % 16 for size in sizes):
+            raise ValueError(f"The widths must be multiples of 16, got {list(sizes)}.")
+        if any(size % heads for size in (self.ranks, self.inner)):
+            raise ValueError(f"There cannot be {heads} heads of {self.ranks} and {self.inner} channels.")
+        if self.width % groups or self.width % norm_groups:
+            raise ValueError(f"There cannot be {groups} and {norm_groups} groups of {self.width} channels.")
+        key_size, value_size, numbers = self.ranks // heads, self.inner // heads, parameters["cema.alpha"].shape[1]
+        outputs = {"value": self.inner, "gate": self.inner, "shared": self.ranks, "stream": self.width}
+        shapes = {f"{name}.bias": (size,) for name, size in outputs.items()}
+        outputs |= {"ffn_gate": self.middle, "ffn_up": self.middle}
+        shapes |= {f"{name}.weight": (size, self.width) for name, size in outputs.items()}
+        shapes |= {"output.weight": (self.width, self.inner), "ffn_value.weight": (self.width, self.middle)}
+        optional = {name: (self.width,) for name in ("ln_m", "ln2", "ln2_bias", "alpha") if name in parameters}
+        shapes |= dict.fromkeys(("ln1", "ln1_bias", "cema.theta"), (self.width,)) | optional
+        shapes |= dict.fromkeys(("cema.alpha", "cema.delta"), (self.width, numbers))
+        shapes |= {"cema.gamma": (self.width, numbers, 2), "gamma": (4, self.ranks), "beta": (4, self.ranks)}
+        _check_parameters(parameters, shapes, self.dtype, self.device)
+        self.state_shape = heads, key_size, value_size
+        self.average = self.width, numbers, 2
+
+    def states(self, rows: int, positions: dict[str, torch.Tensor]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes of moments, moving average, rings of keys, values and memory keys, memory, normalizer."""
+        heads, key_size, value_size = self.state_shape
+        keys, values = ((heads, positions["seen"].shape[1], size) for size in (key_size, value_size))
+        shapes = (3, self.groups), self.average, keys, values, keys, self.state_shape, (heads, key_size)
+        dtypes = torch.float32, torch.float32, *[self.dtype] * 3, torch.float32, torch.float32
+        return [((rows, *shape), dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+
+
+BLOCKS = {"wkv": StepBlock, "delta_wkv": StepBlock, "slot_memory": SlotBlock, "working_memory": ChunkBlock}
 
 
 def _check_parameters(
@@ -135,13 +213,17 @@ class StepBlocks:
         ValueError: if the blocks do not fit each other.
     """
 
-    def __init__(self, blocks: Sequence[StepBlock | SlotBlock]):
+    def __init__(self, blocks: Sequence[StepBlock | SlotBlock | ChunkBlock]):
         self.blocks, first = blocks, blocks[0]
         check_alike(blocks, "dtype", "device")
         self._backend = choose_backend("fused_step", "auto", ("eager", "triton"), first.parameters["ln1"])
 
     def __call__(
-        self, x: torch.Tensor, states: Sequence[Sequence[torch.Tensor | None]], mask: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        states: Sequence[Sequence[torch.Tensor | None]],
+        mask: torch.Tensor | None = None,
+        positions: dict[str, torch.Tensor] | None = None,
     ) -> bool:
         """
         One token of each row. All tensors are contiguous.
@@ -151,18 +233,19 @@ class StepBlocks:
                 The output of the last block is written over it.
             states: of each block, written over. RWKV's are the normalised tokens before, of its two token shifts,
                 (B, D), in the dtype of the blocks, and of the recurrence float32 (B, H, K, V), or (B, H, V, K) of
-                Goose. Raven's is its slot memory, float32 (B, H, slots, K + V).
+                Goose. Raven's is its slot memory, float32 (B, H, slots, K + V). For Gecko's see `ChunkBlock.states`.
             mask: bool (B, 1), False for a row that reads nothing: its states stay.
+            positions: of Gecko, arguments of [`subquad_kernels.fused_step.gecko_kernels.ChunkToken`].
 
         Returns:
             whether it was done. It is not if the tensors do not fit the blocks, there are more than `MOST_ROWS` rows,
             or there are no kernels for the device. If a kernel cannot be compiled, one warning says why; the states
             may have been changed then.
         """
-        first, rows = self.blocks[0], x.shape[0]
+        first, rows, positions = self.blocks[0], x.shape[0], positions or {}
         wanted = [(x, (rows, 1, first.width), first.stream_dtype)]
         for block, of_block in zip(self.blocks, states, strict=True):
-            wanted += [(y, *how) for y, how in zip(of_block, block.states(rows), strict=True)]
+            wanted += [(y, *how) for y, how in zip(of_block, block.states(rows, positions), strict=True)]
         if rows > MOST_ROWS or any(not _fits(*each, first.device) for each in wanted):
             return False
         if mask is not None and not _fits(mask, (rows, 1), torch.bool, first.device):
@@ -172,13 +255,16 @@ class StepBlocks:
             if first.kind == "slot_memory":
                 from .slot_kernels import SlotToken as Token
                 from .slot_kernels import run_slot_block as run_block
+            elif first.kind == "working_memory":
+                from .gecko_kernels import ChunkToken as Token
+                from .gecko_kernels import run_chunk_block as run_block
             else:
                 from .triton_kernels import ShiftedToken as Token
                 from .triton_kernels import run_delta_block, run_wkv_block
 
                 run_block = run_wkv_block if first.kind == "wkv" else run_delta_block
             largest = max(self.blocks, key=lambda block: block.ranks)
-            token = Token(largest, x.view(rows, first.width), mask)
+            token = Token(largest, x.view(rows, first.width), mask, **positions)
             for block, of_block in zip(self.blocks, states, strict=True):
                 run_block(block, token, *of_block)
             return True
@@ -190,4 +276,4 @@ def _fits(x: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, de
     return x is not None and x.shape == shape and x.dtype == dtype and x.device == device and x.is_contiguous()
 
 
-__all__ = ["BLOCKS", "MOST_ROWS", "SlotBlock", "StepBlock", "StepBlocks"]
+__all__ = ["BLOCKS", "MOST_ROWS", "ChunkBlock", "SlotBlock", "StepBlock", "StepBlocks"]

@@ -43,8 +43,9 @@ def _normed_kernel(
     STAGES: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """
-    Products of the normalised x (rows, K) with several weights: (rows, N) each, one after another in `out`. Program B
-    is the first one of a weight. With GATED there are two weights, and `out` is SiLU(first product) * second.
+    Products of x (rows, K), normalised if there is a norm, with several weights: (rows, N) each, one after another in
+    `out`. Program B is the first one of a weight. With GATED there are two weights, and `out` is SiLU(first product) *
+    second.
     """
     _begin(OVERLAP)
     program = tl.program_id(0)
@@ -153,24 +154,29 @@ class SlotToken(Token):
         self.q, self.k = (self.room(*shape, block.key_size) for _ in range(2))
         self.v, self.log_f = self.room(*shape, value_size), self.room(*shape, block.slots)
 
-    def multiply(self, norm: torch.Tensor, eps: float, weights: list, out: torch.Tensor, gated: bool = False) -> None:
-        """Products of the normalised stream."""
-        sizes, inputs = [w.shape[0] for w in weights], weights[0].shape[1]
-        constants = self.tiles(GROUPED_TILES, tuple(sizes), inputs, weights[0].dtype)
-        firsts = [0]
-        for size in sizes[:1] if gated else sizes:
-            firsts.append(firsts[-1] + cdiv(size, constants["BN"]))
-        missing = 6 - len(sizes)
-        constants |= {f"N{n}": size for n, size in enumerate(sizes + missing * [0])}
-        constants |= {f"B{n}": firsts[min(n, len(firsts) - 1)] for n in range(1, 6)}
-        arguments = self.x, norm, *weights, *weights[:1] * missing, out, eps, self.rows
-        launch(_normed_kernel, (firsts[-1],), *arguments, GATED=gated, **constants)
+
+def multiply(
+    token: Token, x: torch.Tensor, norm: torch.Tensor | None, eps: float, weights: list, out: torch.Tensor,
+    gated: bool = False,
+) -> None:  # fmt: skip
+    """Products of x, which is normalised if there is a norm."""
+    sizes, inputs = [w.shape[0] for w in weights], weights[0].shape[1]
+    constants = token.tiles(GROUPED_TILES, tuple(sizes), inputs, weights[0].dtype)
+    firsts = [0]
+    for size in sizes[:1] if gated else sizes:
+        firsts.append(firsts[-1] + cdiv(size, constants["BN"]))
+    missing = 6 - len(sizes)
+    constants |= {f"N{n}": size for n, size in enumerate(sizes + missing * [0])}
+    constants |= {f"B{n}": firsts[min(n, len(firsts) - 1)] for n in range(1, 6)}
+    arguments = x, norm, *weights, *weights[:1] * missing, out, eps, token.rows
+    launch(_normed_kernel, (firsts[-1],), *arguments, GATED=gated, **constants)
 
 
 def run_slot_block(block, token: SlotToken, state: torch.Tensor) -> None:
     """A block of Raven with a slot memory."""
     p, rows = block.parameters, token.rows
-    token.multiply(p["ln1"], block.eps, [p[f"{name}.weight"] for name in block.products], token.products)
+    weights = [p[f"{name}.weight"] for name in block.products]
+    multiply(token, token.x, p["ln1"], block.eps, weights, token.products)
     key_size, value_size, gated = block.key_size, block.inner // block.heads, "gate.weight" in p
     bias, slots = p.get("r_bias"), block.slots
     launch(
@@ -203,5 +209,5 @@ def run_slot_block(block, token: SlotToken, state: torch.Tensor) -> None:
     )
     token.add(token.heads, p["output.weight"])
     feed = [p["ffn_gate.weight"], p["ffn_up.weight"]]
-    token.multiply(p["ln2"], block.eps, feed, token.middle, gated=True)
+    multiply(token, token.x, p["ln2"], block.eps, feed, token.middle, gated=True)
     token.add(token.middle, p["ffn_value.weight"])

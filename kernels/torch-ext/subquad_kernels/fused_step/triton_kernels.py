@@ -319,10 +319,13 @@ def _grouped_kernel(
 @triton.jit
 def _adding_kernel(
     x, weight, gate, stream, rows,
-    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
-    STAGES: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    N: tl.constexpr, SHARED: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    EVEN: tl.constexpr, STAGES: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Adds x (rows, K) times a weight (N, K), and times a gate if there is one, to the residual stream (rows, N)."""
+    """
+    Adds x (rows, K) times a weight (N, K), and times a gate if there is one, to the residual stream (rows, N). The
+    gate is (rows, N), or (N) if it is SHARED by the rows.
+    """
     _begin(OVERLAP)
     row = tl.arange(0, ROWS)
     outputs = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -331,7 +334,10 @@ def _adding_kernel(
     cells = row[:, None] * N + outputs[None, :]
     mask = (row < rows)[:, None] & inside[None, :]
     if gate is not None:
-        y *= _load(gate + cells, mask)
+        if SHARED:
+            y *= _load(gate + outputs, inside)[None, :]
+        else:
+            y *= _load(gate + cells, mask)
     tl.store(stream + cells, (_load(stream + cells, mask) + y).to(stream.dtype.element_ty), mask=mask)
 
 
@@ -479,12 +485,19 @@ class Token:
         rows = 1 if self.rows == 1 else block_size(self.rows)
         return {**tiles, "BK": block, "K": inputs, "ROWS": rows, "EVEN": even, **of_dtype, **self.overlap}
 
-    def add(self, x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor | None = None) -> None:
-        """Adds a product to the residual stream."""
+    def add(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        gate: torch.Tensor | None = None,
+        stream: torch.Tensor | None = None,
+    ) -> None:
+        """Adds a product, times a gate (rows, width) or (width), to the residual stream, or to another tensor."""
         size, inputs = weight.shape
         constants = self.tiles(ADDING_TILES, (size,), inputs, weight.dtype)
-        grid = (cdiv(size, constants["BN"]),)
-        launch(_adding_kernel, grid, x, weight, gate, self.x, self.rows, N=size, **constants)
+        grid, stream = (cdiv(size, constants["BN"]),), self.x if stream is None else stream
+        shared = gate is not None and gate.dim() == 1
+        launch(_adding_kernel, grid, x, weight, gate, stream, self.rows, N=size, SHARED=shared, **constants)
 
 
 class ShiftedToken(Token):

@@ -1,6 +1,8 @@
 """The descriptor of Gecko."""
 
-from ..architecture import AdapterTargets, Architecture, Costs, OptimizerRecipe, Serving, Support
+from typing import Any
+
+from ..architecture import AdapterTargets, Architecture, Costs, FusedModel, OptimizerRecipe, Serving, Support
 
 
 def describe(config) -> list[str]:
@@ -28,6 +30,32 @@ def costs(config, parameters: int) -> Costs:
     return Costs(inference, 3 * inference, fixed_state=(recurrent, window))
 
 
+def fused_options(block) -> dict[str, Any]:
+    config, norm = block.mega.config, block.mega.timenorm.options
+    others = block.mega.rmsnorm, block.nffn.norm
+    if (
+        any((x.groups, x.eps) != (config.layernorm_num_groups, norm["eps"]) for x in others)
+        or config.norm_eps != norm["eps"]
+    ):
+        raise ValueError("The norms differ.")
+    return {
+        **norm,
+        "heads": config.num_heads,
+        "rotated": config.num_rope_heads,
+        "norm_groups": config.layernorm_num_groups,
+        "chunk_size": config.chunk_size,
+        "two_hop": block.two_hop_residual,
+    }
+
+
+def fused_start(decoder, x, input_ids, tokens, cache) -> tuple[Any, Any, dict[str, Any]]:
+    x, positions = decoder.start_blocks(x, input_ids, None, tokens, cache)
+    cos, sin = positions.rotation or (None, None)
+    of_blocks = {"position": positions.read.kept_position, "starts": positions.starts, "cos": cos, "sin": sin}
+    of_blocks |= {name: positions.memory[name] for name in ("leaving", "begins", "reads")}
+    return x, positions, of_blocks | {"seen": positions.attention["mask"]}
+
+
 GECKO = Architecture(
     model_type="gecko",
     folder="gecko",
@@ -51,6 +79,33 @@ GECKO = Architecture(
         scaled=["wz", "wv"],
         feed_forward=["fc2"],
         norms=["timenorm", "rmsnorm", "norm", "final_norm"],
+    ),
+    fused=FusedModel(
+        kind="working_memory",
+        blocks="layers",
+        first_norm=None,
+        last_norm="output.final_norm",
+        classes={
+            **{"": "GeckoBlock", "mega": "GeckoMega", "nffn": "GeckoNFFN", "nffn.norm": "GeckoLayerNorm"},
+            **{"mega.timenorm": "GeckoTimestepDecayNorm", "mega.cema": "GeckoCEMA", "mega.rmsnorm": "GeckoRMSNorm"},
+        },
+        layers={
+            **{"value": "mega.wv", "gate": "mega.wr", "shared": "mega.wz", "stream": "mega.wh1"},
+            **{"output": "mega.wh2", "ffn_gate": "nffn.fc1", "ffn_up": "nffn.fc3", "ffn_value": "nffn.fc2"},
+        },
+        norms={},
+        parameters={
+            **{"value.bias": "mega.wv.bias", "gate.bias": "mega.wr.bias"},
+            **{"shared.bias": "mega.wz.bias", "stream.bias": "mega.wh1.bias"},
+            **{"ln1": "mega.timenorm.weight", "ln1_bias": "mega.timenorm.bias", "ln_m": "mega.rmsnorm.weight"},
+            **{"ln2": "nffn.norm.weight", "ln2_bias": "nffn.norm.bias"},
+            **{f"cema.{name}": f"mega.cema.{name}" for name in ("alpha", "delta", "theta", "gamma")},
+            **{"gamma": "mega.gamma", "beta": "mega.beta", "alpha": "nffn.alpha"},
+        },
+        options=fused_options,
+        optional=("ln_m", "ln2", "ln2_bias", "alpha"),
+        states=("timenorm", "cema", "keys", "values", "memory_keys", "memory", "normalizer"),
+        start=fused_start,
     ),
     # Section 4.1, for 7B (1B: 0.05), which does not specify what decays either.
     recipe=OptimizerRecipe(

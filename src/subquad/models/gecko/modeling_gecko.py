@@ -17,6 +17,7 @@ from ...modeling.arguments import checks_arguments
 from ...modeling.base import RecurrentBlock, RecurrentPreTrainedModel
 from ...modeling.heads import CausalLMHead, SequenceClassificationHead
 from ...modeling.layers import Linear, replaceable
+from ...modeling.padding import Tokens
 from ...modeling.protocols import NO_STATE
 from ...modeling.tensor_parallel import local_part
 from ...modeling.versions import RecurrentModelOutput
@@ -271,6 +272,21 @@ class GeckoModel(GeckoPreTrainedModel):
         self.output = nn.ModuleDict({"final_norm": GeckoTimestepDecayNorm(config)})
         self.post_init()
 
+    def start_blocks(
+        self,
+        x: torch.Tensor,
+        input_ids: torch.Tensor | None,
+        inputs_embeds: torch.Tensor | None,
+        tokens: Tokens,
+        cache: GeckoCache | None,
+    ) -> tuple[torch.Tensor, GeckoPositions]:
+        """The input of the blocks, made from embeddings x (batch, length, model_dim), and the tokens' positions."""
+        bos = find_bos(self.config, self.embed, input_ids, inputs_embeds)
+        if self.config.scale_emb:
+            x = x * self.config.model_dim**0.5
+        x = F.dropout(x, self.config.dropout, self.training)
+        return x, find_positions(self.config, x, tokens, bos, cache, self.training)
+
     @checks_arguments
     @capture_outputs
     def forward(
@@ -311,11 +327,7 @@ class GeckoModel(GeckoPreTrainedModel):
         x, tokens, cache, use_cache = self.start_forward(
             input_ids, inputs_embeds, attention_mask, position_ids, cu_seqlens, cache, use_cache, **kwargs
         )
-        bos = find_bos(self.config, self.embed, input_ids, inputs_embeds)
-        if self.config.scale_emb:
-            x = x * self.config.model_dim**0.5
-        x = F.dropout(x, self.config.dropout, self.training)
-        positions = find_positions(self.config, x, tokens, bos, cache, self.training)
+        x, positions = self.start_blocks(x, input_ids, inputs_embeds, tokens, cache)
         if cache is not None:
             cache.count_tokens(positions)
         for layer in self.layers[: self.config.num_layers]:
