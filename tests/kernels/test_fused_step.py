@@ -194,7 +194,7 @@ def test_geckos_that_it_cannot_read(changes, message):
     with pytest.raises(ValueError, match="The norms differ"):
         fused(model)
     block = fused(make("gecko")).found[0]
-    names = ("heads", "rotated", "groups", "beta1", "beta2", "norm_groups", "eps", "chunk_size", "two_hop")
+    names = ("heads", "rotated", "norm", "norm_groups", "two_hop")
     numbers = {name: getattr(block, name) for name in names}
     for change, message in (
         ({"cema.alpha": None}, "There must be a matrix `cema.alpha`"),

@@ -76,11 +76,7 @@ class SlotBlock:
         self.width, self.inner = output.shape
         self.middle, self.dtype, self.device = last.shape[1], query.dtype, query.device
         self.stream_dtype = self.dtype
-        sizes = self.width, self.inner, self.middle
-        if self.dtype not in _DTYPES:
-            raise ValueError(f"The kernels do not read {self.dtype}.")
-        if any(not size or size % 16 for size in sizes):
-            raise ValueError(f"The widths must be multiples of 16, got {list(sizes)}.")
+        _check_sizes(self.dtype, self.width, self.inner, self.middle)
         if heads % kv_heads or any(size % heads for size in (query.shape[0], self.inner)):
             raise ValueError(f"There cannot be {heads} and {kv_heads} heads of {query.shape[0]} channels.")
         self.key_size, self.slots = query.shape[0] // heads, router.shape[0] // kv_heads
@@ -118,10 +114,8 @@ class ChunkBlock:
             the representation that queries and keys share; and `alpha`, the factors of the last product, if any. All
             are on one device, in one dtype: float32, bfloat16 or float16.
         heads, rotated: numbers of heads, and of the first ones that have rotary embeddings.
-        groups, beta1, beta2: see [`subquad_kernels.timestep_decay_norm`].
+        norm: the numbers of [`subquad_kernels.timestep_decay_norm`]. Their epsilon is one of all norms.
         norm_groups: groups of channels of the other norms.
-        eps: of all norms.
-        chunk_size: see [`subquad_kernels.working_memory`].
         two_hop: whether the feed-forward network's output is added to the block's input.
 
     Raises:
@@ -134,17 +128,12 @@ class ChunkBlock:
         parameters: dict[str, torch.Tensor],
         heads: int,
         rotated: int,
-        groups: int,
-        beta1: float,
-        beta2: float,
+        norm: dict[str, float],
         norm_groups: int,
-        eps: float,
-        chunk_size: int,
         two_hop: bool,
     ):
-        self.kind, self.parameters, self.heads, self.rotated, self.eps = kind, parameters, heads, rotated, eps
-        self.groups, self.beta1, self.beta2, self.norm_groups = groups, beta1, beta2, norm_groups
-        self.chunk_size, self.two_hop = chunk_size, two_hop
+        self.kind, self.parameters, self.heads, self.rotated = kind, parameters, heads, rotated
+        self.norm, self.eps, self.norm_groups, self.two_hop = norm, norm["eps"], norm_groups, two_hop
         for name in ("output.weight", "shared.weight", "ffn_value.weight", "cema.alpha"):
             if name not in parameters or parameters[name].dim() != 2:
                 raise ValueError(f"There must be a matrix `{name}`.")
@@ -152,15 +141,11 @@ class ChunkBlock:
         self.width, self.inner = output.shape
         self.middle, self.dtype, self.device, self.ranks = last.shape[1], output.dtype, output.device, shared.shape[0]
         self.stream_dtype = self.dtype
-        sizes = self.width, self.inner, self.ranks, self.middle
-        if self.dtype not in _DTYPES:
-            raise ValueError(f"The kernels do not read {self.dtype}.")
-        if any(not size or size % 16 for size in sizes):
-            raise ValueError(f"The widths must be multiples of 16, got {list(sizes)}.")
+        _check_sizes(self.dtype, self.width, self.inner, self.ranks, self.middle)
         if any(size % heads for size in (self.ranks, self.inner)):
             raise ValueError(f"There cannot be {heads} heads of {self.ranks} and {self.inner} channels.")
-        if self.width % groups or self.width % norm_groups:
-            raise ValueError(f"There cannot be {groups} and {norm_groups} groups of {self.width} channels.")
+        if any(self.width % number for number in (norm["groups"], norm_groups)):
+            raise ValueError(f"There cannot be {norm['groups']} and {norm_groups} groups of {self.width} channels.")
         key_size, value_size, numbers = self.ranks // heads, self.inner // heads, parameters["cema.alpha"].shape[1]
         outputs = {"value": self.inner, "gate": self.inner, "shared": self.ranks, "stream": self.width}
         shapes = {f"{name}.bias": (size,) for name, size in outputs.items()}
@@ -178,13 +163,20 @@ class ChunkBlock:
     def states(self, rows: int, positions: dict[str, torch.Tensor]) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shapes and dtypes of moments, moving average, rings of keys, values and memory keys, memory, normalizer."""
         heads, key_size, value_size = self.state_shape
-        keys, values = ((heads, positions["seen"].shape[1], size) for size in (key_size, value_size))
-        shapes = (3, self.groups), self.average, keys, values, keys, self.state_shape, (heads, key_size)
+        keys, values = ((heads, positions["mask"].shape[1], size) for size in (key_size, value_size))
+        shapes = (3, self.norm["groups"]), self.average, keys, values, keys, self.state_shape, (heads, key_size)
         dtypes = torch.float32, torch.float32, *[self.dtype] * 3, torch.float32, torch.float32
         return [((rows, *shape), dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
 
 
 BLOCKS = {"wkv": StepBlock, "delta_wkv": StepBlock, "slot_memory": SlotBlock, "working_memory": ChunkBlock}
+
+
+def _check_sizes(dtype: torch.dtype, *sizes: int) -> None:
+    if dtype not in _DTYPES:
+        raise ValueError(f"The kernels do not read {dtype}.")
+    if any(not size or size % 16 for size in sizes):
+        raise ValueError(f"The widths must be multiples of 16, got {list(sizes)}.")
 
 
 def _check_parameters(
@@ -235,7 +227,7 @@ class StepBlocks:
                 (B, D), in the dtype of the blocks, and of the recurrence float32 (B, H, K, V), or (B, H, V, K) of
                 Goose. Raven's is its slot memory, float32 (B, H, slots, K + V). For Gecko's see `ChunkBlock.states`.
             mask: bool (B, 1), False for a row that reads nothing: its states stay.
-            positions: of Gecko, arguments of [`subquad_kernels.fused_step.gecko_kernels.ChunkToken`].
+            positions: of Gecko alone, see [`subquad_kernels.fused_step.gecko_kernels.ChunkToken`].
 
         Returns:
             whether it was done. It is not if the tensors do not fit the blocks, there are more than `MOST_ROWS` rows,
@@ -264,7 +256,8 @@ class StepBlocks:
 
                 run_block = run_wkv_block if first.kind == "wkv" else run_delta_block
             largest = max(self.blocks, key=lambda block: block.ranks)
-            token = Token(largest, x.view(rows, first.width), mask, **positions)
+            of_kind = (positions,) if positions else ()
+            token = Token(largest, x.view(rows, first.width), mask, *of_kind)
             for block, of_block in zip(self.blocks, states, strict=True):
                 run_block(block, token, *of_block)
             return True

@@ -85,80 +85,51 @@ def _projections_kernel(
 
 
 @triton.jit
-def _of_shared(
-    z, n: tl.constexpr, gamma, beta, rstd, scale, channel, inside, dtype: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
-    """Some channels of head n of the four that are made from z, rounded."""
-    factor = (_load(gamma + n * WIDTH + channel, inside) + 1.0) * scale
-    y = _load(z + channel, inside) * rstd * factor + _load(beta + n * WIDTH + channel, inside)
-    return y.to(dtype)
-
-
-@triton.jit
-def _rotated(
-    z, n: tl.constexpr, gamma, beta, rstd, scale, cos, sin, head, channel, inside, dtype: tl.constexpr,
-    WIDTH: tl.constexpr, S: tl.constexpr, ROTATED: tl.constexpr,
-):  # fmt: skip
-    """The same with rotary embeddings, by pairs of neighbours, of the first heads."""
-    y = _of_shared(z, n, gamma, beta, rstd, scale, channel, inside, dtype, WIDTH)
-    if ROTATED:
-        other = _of_shared(z, n, gamma, beta, rstd, scale, channel ^ 1, inside, dtype, WIDTH).to(tl.float32)
-        turns = channel < tl.where(head < ROTATED, S, 0)
-        c = tl.load(cos + channel // 2, mask=turns, other=1.0)
-        s = tl.load(sin + channel // 2, mask=turns, other=0.0)
-        y = y.to(tl.float32) * c + tl.where(channel % 2 == 0, -s, s) * other
-    return y.to(dtype)
-
-
-@triton.jit
 def _share_kernel(
-    z, gamma, beta, cos, sin, position, mask, q, q_m, k_m, keys, eps, scale, ring,
+    z, gamma, beta, cos, sin, out, eps, scale, rows,
     H: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, ROTATED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """
-    From z (rows, H * S), a head of q and of k, which goes to its place in the ring `keys` (rows, H, ring, S), and of
-    the memory's q and k, unless the row reads nothing.
+    From z (rows, H * S), a head of q, k, and the memory's q and k, out (4, rows, H * S). The first ROTATED heads of q
+    and k have rotary embeddings, by pairs of neighbours.
     """
     _begin(OVERLAP)
     head, row = tl.program_id(0), tl.program_id(1)
-    channel = tl.arange(0, BS)
-    inside = channel < S
-    here = row * (H * S) + head * S
-    z += here
-    gamma += head * S
-    beta += head * S
-    cell = (row * H + head).to(tl.int64) * ring
-    dtype: tl.constexpr = q.dtype.element_ty
-    if ROTATED:
-        cos += row * (S // 2)
-        sin += row * (S // 2)
+    one = tl.arange(0, BS)
+    inside, channel = one < S, head * S + one
+    z += row * (H * S)
+    out += row * (H * S)
     _wait(OVERLAP)
     x = _load(z + channel, inside)
     rstd = tl.rsqrt(tl.sum(x * x, 0) / S + eps)
-    y = _rotated(z, 0, gamma, beta, rstd, scale, cos, sin, head, channel, inside, dtype, H * S, S, ROTATED)
-    tl.store(q + here + channel, y, mask=inside)
-    y = _rotated(z, 1, gamma, beta, rstd, scale, cos, sin, head, channel, inside, dtype, H * S, S, ROTATED)
-    place = keys + (cell + tl.load(position + row) % ring) * S
-    tl.store(place + channel, y, mask=channel < _kept(mask, row, S))
-    y = _of_shared(z, 2, gamma, beta, rstd, scale, channel, inside, dtype, H * S)
-    tl.store(q_m + here + channel, y, mask=inside)
-    y = _of_shared(z, 3, gamma, beta, rstd, scale, channel, inside, dtype, H * S)
-    tl.store(k_m + here + channel, y, mask=inside)
+    for n in tl.static_range(4):
+        w = n * (H * S) + channel
+        y = x * rstd * ((_load(gamma + w, inside) + 1.0) * scale) + _load(beta + w, inside)
+        if (n < 2) & (ROTATED > 0):
+            w ^= 1  # the neighbour
+            other = _load(z + (channel ^ 1), inside) * rstd * ((_load(gamma + w, inside) + 1.0) * scale)
+            other += _load(beta + w, inside)
+            turns, pair = one < tl.where(head < ROTATED, S, 0), row * (S // 2) + one // 2
+            sine = tl.load(sin + pair, mask=turns, other=0.0)
+            y = y * tl.load(cos + pair, mask=turns, other=1.0) + tl.where(one % 2 == 0, -sine, sine) * other
+        tl.store(out + n * rows * (H * S) + channel, y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _keep_kernel(
-    v, k, position, mask, values, keys, ring,
+    v, k, k_m, position, mask, values, keys, memory_keys, ring,
     H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Writes a head's value and memory key to their rings, after the memory has absorbed what is there."""
+    """Writes a head's rows to the rings, after the memory has absorbed what is there."""
     _begin(OVERLAP)
     head, row = tl.program_id(0), tl.program_id(1)
     vs, ks, here = tl.arange(0, BV), tl.arange(0, BS), row * H + head
     _wait(OVERLAP)
     place = here.to(tl.int64) * ring + tl.load(position + row) % ring
+    reads, writes = here * S + ks, place * S + ks
     tl.store(values + place * V + vs, tl.load(v + here * V + vs, mask=vs < V), mask=vs < _kept(mask, row, V))
-    tl.store(keys + place * S + ks, tl.load(k + here * S + ks, mask=ks < S), mask=ks < _kept(mask, row, S))
+    tl.store(keys + writes, tl.load(k + reads, mask=ks < S), mask=ks < _kept(mask, row, S))
+    tl.store(memory_keys + writes, tl.load(k_m + reads, mask=ks < S), mask=ks < _kept(mask, row, S))
 
 
 @triton.jit
@@ -177,34 +148,17 @@ class ChunkToken(Token):
     The same for blocks with a working memory.
 
     Args:
-        position: int64 (rows, 1), of the token in its row.
-        starts: bool (rows, 1), True for a token that begins a document; or None.
-        cos, sin: of rotary embeddings, float32, half a head's channels for each row; or None.
-        seen: bool (rows, ring), see `mask` of [`subquad_kernels.chunk_attention_step`].
-        leaving, begins, reads: see [`subquad_kernels.working_memory`].
+        positions: of the token. `position`, int64 (rows, 1); `starts`, bool (rows, 1), True if it begins a document,
+            or None; `cos` and `sin` of rotary embeddings, float32, half a head's channels for each row, or None;
+            `mask`, bool (rows, ring), of [`subquad_kernels.chunk_attention_step`]; and `leaving`, `begins`, `reads`
+            and `chunk_size` of [`subquad_kernels.working_memory`].
     """
 
-    def __init__(
-        self,
-        block,
-        x: torch.Tensor,
-        mask: torch.Tensor | None,
-        *,
-        position: torch.Tensor,
-        starts: torch.Tensor | None,
-        cos: torch.Tensor | None,
-        sin: torch.Tensor | None,
-        seen: torch.Tensor,
-        leaving: torch.Tensor,
-        begins: torch.Tensor,
-        reads: torch.Tensor,
-    ):
+    def __init__(self, block, x: torch.Tensor, mask: torch.Tensor | None, positions: dict):
         super().__init__(block, x, mask)
-        self.position, self.starts, self.cos, self.sin, self.seen = position, starts, cos, sin, seen
-        self.chunks, rows = (leaving, begins, reads), self.rows
+        self.positions, rows = positions, self.rows
         self.products = self.room(rows * (2 * block.inner + block.ranks), dtype=block.dtype)
-        shape = rows, block.heads, 1, block.ranks // block.heads
-        self.q, self.q_m, self.k_m = (self.room(*shape, dtype=block.dtype) for _ in range(3))
+        self.shared = self.room(4, rows, block.heads, 1, block.ranks // block.heads, dtype=block.dtype)
         self.m, self.sums = self.room(rows, block.width, dtype=block.dtype), self.room(rows, block.width)
         self.normed = self.room(rows, block.width, dtype=self.dtype)
 
@@ -240,45 +194,30 @@ class ChunkToken(Token):
 
 
 def run_chunk_block(
-    block,
-    token: ChunkToken,
-    timenorm: torch.Tensor,
-    cema: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    memory_keys: torch.Tensor,
-    memory: torch.Tensor,
-    normalizer: torch.Tensor,
+    block, token: ChunkToken, timenorm: torch.Tensor, average: torch.Tensor, *rings_and_memory
 ) -> None:
     """A block of Gecko."""
-    p, rows, ring, flags = block.parameters, token.rows, keys.shape[2], (token.starts, token.mask)
-    numbers = block.groups, block.beta1, block.beta2, block.eps
-    x = token.x.view(rows, 1, block.width)
-    t = timestep_decay_norm_triton_step(x, p["ln1"], p["ln1_bias"], None, timenorm, *flags, *numbers)
+    keys, values, memory_keys, memory, normalizer = rings_and_memory
+    p, rows, at = block.parameters, token.rows, token.positions
+    x, flags, norm = token.x.view(rows, 1, block.width), (at["starts"], token.mask), block.norm
+    t = timestep_decay_norm_triton_step(x, p["ln1"], p["ln1_bias"], None, timenorm, *flags, **norm)
     rates = (p[f"cema.{name}"] for name in ("alpha", "delta", "theta", "gamma"))
-    averaged = cema_triton_step(t, *rates, None, cema, *flags)
+    averaged = cema_triton_step(t, *rates, None, average, *flags)
     token.normalize(block, averaged, t, p.get("ln_m"), None, None, token.m, False)
     token.project(p, t)
     v, gate, z = token.products.split([rows * size for size in (block.inner, block.inner, block.ranks)])
     heads, key_size, value_size = block.state_shape
     sizes = {"H": heads, "S": key_size, "BS": next_power_of_2(key_size), **token.overlap}
-    where = token.position, token.mask
-    tensors = z, p["gamma"], p["beta"], token.cos, token.sin, *where, token.q, token.q_m, token.k_m, keys
-    launch(
-        _share_kernel,
-        (heads, rows),
-        *(*tensors, block.eps, key_size**-0.5, ring),
-        ROTATED=block.rotated,
-        **sizes,
-    )
-    states = memory_keys, values, memory, normalizer
-    remembered = working_memory_triton_step(token.q_m, *states, *token.chunks, block.chunk_size, None)
-    arguments = v, token.k_m, *where, values, memory_keys, ring
-    launch(_keep_kernel, (heads, rows), *arguments, V=value_size, BV=next_power_of_2(value_size), **sizes)
-    attended = chunk_attention_triton_step(token.q, keys, values, token.seen, None)
-    size = rows * block.inner
-    grid = (cdiv(size, 512),)
-    launch(_gate_kernel, grid, attended, gate, remembered, token.heads, size, BLOCK=512, **token.overlap)
+    shared = z, p["gamma"], p["beta"], at["cos"], at["sin"], token.shared, block.eps, key_size**-0.5, rows
+    launch(_share_kernel, (heads, rows), *shared, ROTATED=block.rotated, **sizes)
+    q, k, q_m, k_m = token.shared.unbind()
+    chunks = (at[name] for name in ("leaving", "begins", "reads", "chunk_size"))
+    remembered = working_memory_triton_step(q_m, memory_keys, values, memory, normalizer, *chunks, None)
+    rings = at["position"], token.mask, values, keys, memory_keys, keys.shape[2]
+    launch(_keep_kernel, (heads, rows), v, k, k_m, *rings, V=value_size, BV=next_power_of_2(value_size), **sizes)
+    attended = chunk_attention_triton_step(q, keys, values, at["mask"], None)
+    outputs = attended, gate, remembered, token.heads, rows * block.inner
+    launch(_gate_kernel, (cdiv(rows * block.inner, 512),), *outputs, BLOCK=512, **token.overlap)
     token.add(token.heads, p["output.weight"], stream=token.sums)
     stream = None if block.two_hop else token.x
     token.normalize(block, token.sums, None, p.get("ln2"), p.get("ln2_bias"), stream, token.normed, True)

@@ -39,11 +39,10 @@ def fused_options(block) -> dict[str, Any]:
     ):
         raise ValueError("The norms differ.")
     return {
-        **norm,
+        "norm": norm,
         "heads": config.num_heads,
         "rotated": config.num_rope_heads,
         "norm_groups": config.layernorm_num_groups,
-        "chunk_size": config.chunk_size,
         "two_hop": block.two_hop_residual,
     }
 
@@ -52,8 +51,7 @@ def fused_start(decoder, x, input_ids, tokens, cache) -> tuple[Any, Any, dict[st
     x, positions = decoder.start_blocks(x, input_ids, None, tokens, cache)
     cos, sin = positions.rotation or (None, None)
     of_blocks = {"position": positions.read.kept_position, "starts": positions.starts, "cos": cos, "sin": sin}
-    of_blocks |= {name: positions.memory[name] for name in ("leaving", "begins", "reads")}
-    return x, positions, of_blocks | {"seen": positions.attention["mask"]}
+    return x, positions, of_blocks | positions.memory | positions.attention
 
 
 GECKO = Architecture(
