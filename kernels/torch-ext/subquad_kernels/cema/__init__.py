@@ -45,7 +45,7 @@ def cema(
         real: bool (B, T), False for padding tokens: they leave h unchanged for any x, and their out is 0.
         inplace: write the state after the last token into `initial_state` and return that tensor. It must be float32
             and contiguous, and nothing may need a gradient.
-        backend: `"auto"`, `"triton"`, `"eager"` (plain torch, parallel over time) or `"reference"` (the recurrence).
+        backend: `"auto"`, `"triton"` or `"eager"` (plain torch, parallel over time).
 
     Returns:
         out (B, T, D) in the dtype of x, and the state after the last token (B, D, N, 2) in float32 (float64).

@@ -46,7 +46,7 @@ def chunk_attention(
         aligned: whether the first token begins a chunk (then C divides S) and no token sees keys before the previous
             chunk: fewer scores are computed.
         dropout_p: the probability that a weight is dropped.
-        backend: `"auto"`, `"eager"` (plain torch) or `"reference"`.
+        backend: `"auto"` or `"eager"` (plain torch).
 
     Returns:
         out (B, H, T, V) in the dtype of v.
@@ -88,7 +88,7 @@ def chunk_attention_step(
         mask: bool (B, W) or (1, W), True for the keys that the token sees, at least one.
         indices: int64 (B). Then k (rings, H, W, K) and v (rings, H, W, V) are pools, and row n reads their keys and
             values indices[n]. Nothing may need a gradient.
-        backend: `"auto"`, `"triton"` (where nothing needs a gradient), `"eager"` or `"reference"` (both plain torch).
+        backend: `"auto"`, `"triton"` (where nothing needs a gradient) or `"eager"` (plain torch).
 
     Returns:
         out (B, H, 1, V) in the dtype of v.

@@ -36,7 +36,7 @@ def contextualizer(
         gate: (W, Q, H), or None.
         prefix: (P, H), P at least C - R; rows after the first C - R are ignored. Required if R < C.
         queries: Q, the number of last rows that are returned, from 1 to R; None means R.
-        backend: `"auto"`, `"triton"`, `"eager"` or `"reference"` (everything in the dtype of the inputs).
+        backend: `"auto"`, `"triton"` or `"eager"`.
 
     Returns:
         out (W, Q, H) in the dtype of z.

@@ -59,7 +59,7 @@ def delta_wkv(
         inplace: write the state after the last token into `initial_state` and return that tensor. It must be float32
             and contiguous, and nothing may need a gradient.
         out_dtype: dtype of out; None means the dtype of v.
-        backend: `"auto"`, `"triton"`, `"eager"` (plain torch, parallel over time) or `"reference"` (the recurrence).
+        backend: `"auto"`, `"triton"` or `"eager"` (plain torch, parallel over time).
 
     Returns:
         out (B, T, H, V), and the state after the last token of each row or document, in float32 (float64).

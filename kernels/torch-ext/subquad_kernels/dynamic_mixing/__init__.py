@@ -47,7 +47,7 @@ def dynamic_mixing(
         normalization: `"l1"` or `"sum"`.
         eps: at least 1e-20, because float32 cannot divide by less.
         inplace: write the result over the gate instead of into a new tensor. No gradient may be needed.
-        backend: `"auto"`, `"triton"`, `"eager"` or `"reference"` (everything in the dtype of the features).
+        backend: `"auto"`, `"triton"` or `"eager"`.
 
     Returns:
         out (W, C, F - width) in the dtype of the features; with `inplace` it is `features[..., width:]`.

@@ -42,8 +42,7 @@ def group_norm_gate(
         eps: added to the variance.
         added: (..., H, V); None means zero.
         activation: `"silu"`, or None for none.
-        backend: `"auto"`, `"triton"` (also computes the gate in float32), `"eager"` (the gate in its own dtype) or
-            `"reference"` (everything in the dtype of the inputs).
+        backend: `"auto"`, `"triton"` (also computes the gate in float32) or `"eager"` (the gate in its own dtype).
 
     Returns:
         out in the shape and dtype of gate.

@@ -56,7 +56,7 @@ def slot_memory(
             must be float32 and contiguous except for the first stride, and is returned. Nothing may need a gradient.
         inplace: write the state after the last token into `initial_state` and return that tensor. It must be float32
             and contiguous, and nothing may need a gradient.
-        backend: `"auto"`, `"triton"`, `"eager"` (plain torch, parallel over time) or `"reference"` (the recurrence).
+        backend: `"auto"`, `"triton"` or `"eager"` (plain torch, parallel over time).
 
     Returns:
         out (B, T, H, V) in the dtype of v, and the state after the last token of each row or document, in float32

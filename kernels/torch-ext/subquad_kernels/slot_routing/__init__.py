@@ -44,7 +44,7 @@ def slot_routing(
         bias: added to the scores when slots are chosen, (H, M).
         score: `"sigmoid"` or `"softmax"`.
         scale: α of the paper, above 0.
-        backend: `"auto"`, `"triton"`, `"eager"` or `"reference"`.
+        backend: `"auto"`, `"triton"` or `"eager"`.
 
     Returns:
         log_f (B, T, H, M) in float32 (float64), zero for slots that are not chosen.

@@ -40,8 +40,7 @@ def maxsim(
         splits: (B, M, S, D): all splits of the row. Rows may be more than M * S * D apart in memory, also in queries.
         number: int64 (B, T) or (1, T): the number of the current split. Its candidates are the splits before it.
         first: int64 (B, T) or (1, T): the first candidate, the first split of the document; None means 0.
-        backend: `"auto"`, `"triton"` (products in the dtype of the inputs, sums in float32), `"eager"` (everything in
-            float32) or `"reference"` (everything in the dtype of the inputs).
+        backend: `"auto"`, `"triton"` (products in the dtype of the inputs, sums in float32) or `"eager"` (float32).
 
     Returns:
         scores (B, T, M) in float32 (float64 if the inputs are): -inf if m is not a candidate.

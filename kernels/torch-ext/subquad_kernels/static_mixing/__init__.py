@@ -34,7 +34,7 @@ def static_mixing(
         v: learned weights, (C, C); cast to the dtype of features.
         width: number of columns of x, at least 1.
         inplace: write the result over the gate instead of into a new tensor. No gradient may be needed.
-        backend: `"auto"`, `"triton"`, `"eager"` or `"reference"` (everything in the dtype of the inputs).
+        backend: `"auto"`, `"triton"` or `"eager"`.
 
     Returns:
         out (W, C, F - width) in the dtype of features; with `inplace` it is `features[..., width:]`.

@@ -54,7 +54,7 @@ def timestep_decay_norm(
             before the first real token the mean is 0 and the variance 1.
         inplace: write the state after the last token into `initial_state` and return that tensor. It must be float32
             and contiguous, and nothing may need a gradient.
-        backend: `"auto"`, `"triton"`, `"eager"` (plain torch, parallel over time) or `"reference"` (the recurrence).
+        backend: `"auto"`, `"triton"` or `"eager"` (plain torch, parallel over time).
 
     Returns:
         out (B, T, D) in the dtype of x, and the state after the last token (B, 3, groups) in float32 (float64).

@@ -36,8 +36,7 @@ def token_shift(
         mu: weights of the previous token, (n, D).
         offset: added to the weights for each token, (n, B, T, D).
         starts: bool (B, T) or (1, T), True for the first token of each packed document.
-        backend: `"auto"`, `"triton"` (computes in float32), `"eager"` (in the widest dtype of the inputs) or
-            `"reference"`.
+        backend: `"auto"`, `"triton"` (computes in float32) or `"eager"` (in the widest dtype of the inputs).
 
     Returns:
         y (n, B, T, D) in the dtype of x.

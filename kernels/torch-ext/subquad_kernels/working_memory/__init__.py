@@ -66,7 +66,7 @@ def working_memory(
             Nothing may need a gradient.
         inplace: write both states into `memory` and `normalizer` and return these. They must be float32 and
             contiguous, and nothing may need a gradient. Decoding, one token with N = 1, then copies no state.
-        backend: `"auto"`, `"triton"`, `"eager"` (plain torch, all chunks at once) or `"reference"` (token by token).
+        backend: `"auto"`, `"triton"` or `"eager"` (plain torch, all chunks at once).
 
     Returns:
         out (B, H, T, V) in the dtype of v, the memory (B, H, K, V) and the normalizer (B, H, K), in float32 (float64).
