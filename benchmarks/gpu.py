@@ -6,8 +6,8 @@ steps (--steps), with their seconds; a step that ends early leaves the rest of i
   kernels    200  tests/kernels, in parallel
   contract   100  tests/contract, with models and inputs on the GPU
   compile     10  beside the tests, from the beginning on: what is measured later is compiled and not yet tuned
-  models     145  reading, one more token, `generate` and training of Finch, Goose and Raven: ours, then those of
-                  flash-linear-attention and a Llama of the same size
+  models     145  reading, one more token, `generate` and training of Finch, Goose and Raven: ours, then
+                  flash-linear-attention's and a Llama of the same size
   operators   85  the operators of these models, beside flash-linear-attention
 
 Nothing else runs while models and operators are measured. Required besides torch and triton: transformers, pytest and
@@ -141,10 +141,8 @@ class Run:
 
     def write(self) -> None:
         """How everything has ended, for `--resume`, and the report."""
-        ended, paths = (
-            dict(self.ended),
-            sorted(self.out.glob("*.csv"), key=lambda path: (path.stem != "models", path.stem)),
-        )
+        ended = dict(self.ended)
+        paths = sorted(self.out.glob("*.csv"), key=lambda path: (path.stem != "models", path.stem))
         lines = ["# On a GPU", "", *tested(self.out / "kernels.log"), *tested(self.out / "contract.log")]
         for name, about in ended.items():
             lines.append(f"- {name}: {about['end']} ({about['seconds']:.0f} s, {about['date']}) {about['note']}")

@@ -486,7 +486,7 @@ def decode_rows(ours: Ours, peers: dict[str, Any], options: argparse.Namespace) 
     if not ours.causal:
         return
     for batch, length in itertools.product(options.texts, options.contexts):
-        # Without compilation, a GPU has no use for a static cache.
+        # On a GPU a static cache only helps a compiled step.
         for static in (False, True) if options.compiles or options.device == "cpu" else (False,):
             what = "one more token" + ", static cache" * static
             yield what, OURS, batch, length, functools.partial(of_ours, batch, length, static)

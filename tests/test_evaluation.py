@@ -267,7 +267,7 @@ def test_every_task_is_in_the_report(page):
 
 @pytest.mark.parametrize("task", sorted(TINY.keys() - {"encoders", "speed"}))
 def test_a_task_measures_each_cell_once(task, run_task, monkeypatch, tmp_path):
-    """Its table and its figures are those of the record, and so is the file of a spreadsheet."""
+    """Its table, figures and CSV file match the record."""
     record, arguments = run_task(task), parse_arguments([task, *TINY[task].split()])
     module, rows = arguments.module, record["rows"]
     cells = module.cells(arguments)

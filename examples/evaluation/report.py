@@ -210,8 +210,8 @@ def section(task: str, out: Path) -> tuple[str, str]:
 
 def write_report(out: Path) -> Path:
     """
-    Writes `report.html` about the records in a directory. If a task has no record there, the repository's record
-    is used. The same records give the same file.
+    Writes `report.html` from the records in a directory, and the repository's record for a task without one there. The
+    same records give the same file.
 
     Args:
         out: directory of the tasks' records, created if it does not exist.

@@ -152,7 +152,7 @@ class Module:
     def __init__(self, name: str):
         self.name = name
         self.path = Path(importlib.util.find_spec(name).origin)
-        text = _without_marked(self.path.read_text(encoding="utf-8"))
+        text = _without_marked(name, self.path.read_text(encoding="utf-8"))
         self.lines, tree = text.split("\n"), ast.parse(text)
         self.doc = ast.get_docstring(tree) or ""
         body = tree.body[1:] if self.doc else tree.body
@@ -207,8 +207,8 @@ class Module:
 load = functools.cache(Module)
 
 
-def _without_marked(text: str) -> str:
-    """The source of a module without the statements that are marked, their comments, and the blank lines above."""
+def _without_marked(name: str, text: str) -> str:
+    """The source of the module `name` without marked statements, their comments, and the blank lines above."""
     if MARK not in text:
         return text
     lines, cut = text.split("\n"), []
@@ -219,7 +219,7 @@ def _without_marked(text: str) -> str:
                 first = min([each.lineno, *(line.lineno for line in getattr(each, "decorator_list", ()))]) - 1
                 if lines[first - 1].strip() == MARK:
                     if getattr(each, "orelse", None):
-                        raise ValueError(f"line {each.lineno}: a statement that is left out has an `else`.")
+                        raise ValueError(f"{name}, line {each.lineno}: a statement that is left out has an `else`.")
                     while lines[first - 1].strip()[:1] in ("", "#"):
                         first -= 1
                     cut.append((first, each.end_lineno))

@@ -68,7 +68,7 @@ class Block(ABC):
     Attributes:
         dtype: dtype of the parameters, and of the stored tokens.
         stream_dtype: dtype of the residual stream: float32 if `dtype` is float16, whose range it may exceed.
-        shapes: those of the parameters, see [`block_shapes`].
+        shapes: shapes of the parameters by name, see [`block_shapes`].
         mixes: whether it reads the values of Goose's first block.
 
     Raises:
@@ -97,20 +97,13 @@ class Block(ABC):
         self.stream_dtype = torch.float32 if self.dtype == torch.float16 else self.dtype
         sizes = ln1.shape[-1], ln_x.shape[-1], key.shape[0] * (STRIP if key.dtype == torch.uint8 else 1)
         self.width, self.inner, self.middle = sizes
-        if self.dtype not in dtypes:
-            raise ValueError(f"{self.refusal} {self.dtype}.")
-        if any(not size or size % 16 for size in sizes):
-            raise ValueError(f"The widths must be multiples of 16, got {list(sizes)}.")
+        check_sizes(self.refusal, self.dtype, dtypes, *sizes)
         if heads < 1 or self.inner % heads or not fits_head(self.inner // heads):
             raise ValueError(f"There cannot be {heads} heads of {self.inner} channels.")
         self.state_shape = heads, self.inner // heads, self.inner // heads
         self.shapes = block_shapes(kind, sizes, parameters)
-        if missing := [name for name in self.shapes if name not in parameters]:
-            raise ValueError(f"There must be a tensor `{missing[0]}`.")
-        integers = (name for name in self.shapes if not parameters[name].is_floating_point())
-        known = {*self.shapes, *(f"{name.rpartition('.')[0]}.scale" for name in integers)}
-        if others := [name for name in parameters if name not in known]:
-            raise ValueError(f"Such a block has no {', '.join(f'`{name}`' for name in others)}.")
+        integers = [name for name, x in parameters.items() if not x.is_floating_point()]
+        check_names(parameters, self.shapes, {f"{name.rpartition('.')[0]}.scale" for name in integers})
         self.take(parameters)
 
     @abstractmethod
@@ -125,6 +118,28 @@ class Block(ABC):
         Raises:
             ValueError: if one has another shape than in `shapes`, or cannot be read.
         """
+
+
+def check_sizes(refusal: str, dtype: torch.dtype, dtypes: Collection[torch.dtype], *sizes: int) -> None:
+    """
+    Raises:
+        ValueError: if a block cannot have this dtype, with a message that begins with `refusal`, or these widths.
+    """
+    if dtype not in dtypes:
+        raise ValueError(f"{refusal} {dtype}.")
+    if any(not size or size % 16 for size in sizes):
+        raise ValueError(f"The widths must be multiples of 16, got {list(sizes)}.")
+
+
+def check_names(parameters: Collection[str], needed: Collection[str], allowed: Collection[str] = ()) -> None:
+    """
+    Raises:
+        ValueError: if a parameter is missing, or there is one that is neither needed nor allowed.
+    """
+    if missing := [name for name in needed if name not in parameters]:
+        raise ValueError(f"There must be a tensor `{missing[0]}`.")
+    if others := [name for name in parameters if name not in needed and name not in allowed]:
+        raise ValueError(f"Such a block has no {', '.join(f'`{name}`' for name in others)}.")
 
 
 def check_alike(blocks: Sequence[Block], *names: str) -> None:

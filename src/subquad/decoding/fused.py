@@ -11,11 +11,9 @@ from transformers import PreTrainedModel, modeling_layers
 
 from ..modeling import arguments
 from ..modeling.cache import RecurrentCache
-from ..modeling.counting_cache import CountingCache
 from ..modeling.layer_state import LayerState
 from ..modeling.layers import LINEAR_WEIGHTS, LayerNorm, widen
 from ..modeling.padding import Tokens
-from ..modeling.positions import TokenPositions
 from .watch import Watch
 
 
@@ -89,10 +87,7 @@ class ModelOfBlocks(ABC):
         x = x if self.first_norm is None else widen(self.first_norm(x))
         positions, of_blocks, last = None, {}, ()
         if self.start is not None:
-            x, positions, of_blocks = self.start(self.decoder, x, input_ids, tokens, cache)
-            last = positions, cache.after_blocks
-        elif isinstance(cache, CountingCache):
-            positions = TokenPositions.after(cache.lengths(x), tokens)
+            x, positions, of_blocks, last = self.start(self.decoder, x, input_ids, tokens, cache)
         if not self.read_blocks(x, tokens, cache.layers, of_blocks):
             return None
         if positions is not None:

@@ -110,9 +110,9 @@ class FusedModel:
             something else than these do.
         optional: names of layers, norms and parameters that some blocks do not have.
         states: names of a block's states, in the order in which the blocks take them.
-        start: of models whose blocks and last norm need the token's positions, `start(base model, x, input_ids,
-            tokens, cache)`, with the embeddings x. It returns the input of the first block, the positions for the
-            cache and the last norm, and their tensors, by name, for the blocks.
+        start: of models whose cache needs the token's positions, `start(base model, x, input_ids, tokens, cache)`,
+            with the embeddings x. It returns the input of the first block, the positions for the cache, their tensors
+            by name for the blocks, and what the last norm takes besides the output of the blocks.
     """
 
     kind: str
@@ -126,7 +126,7 @@ class FusedModel:
     options: "Callable[[nn.Module], dict[str, Any]]"
     optional: tuple[str, ...] = ()
     states: tuple[str, ...] = ("attention_shift", "feed_forward_shift", "wkv")
-    start: "Callable[..., tuple[Any, Any, dict[str, Any]]] | None" = None
+    start: "Callable[..., tuple[Any, Any, dict[str, Any], tuple]] | None" = None
 
 
 @dataclass(frozen=True)

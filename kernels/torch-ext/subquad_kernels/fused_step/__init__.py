@@ -5,32 +5,39 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 
 from ..backend import choose_backend, dispatch
-from ..block_shapes import Block, check_alike
+from ..block_shapes import Block, check_alike, check_names, check_sizes
 from ..checks import check_stored
 
 
 # The most rows that the kernels are made for. With more, the products of a library for matrices are faster.
 MOST_ROWS = 32
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_REFUSAL = "The kernels do not read"
 
 
 class StepBlock(Block):
     """A block that the kernels can read. Its parameters are on one device, in one of three dtypes."""
 
-    refusal = "The kernels do not read"
+    refusal = _REFUSAL
 
     def limits(self) -> tuple[Collection[torch.dtype], Callable[[int], bool]]:
         return _DTYPES, lambda size: size <= 256
 
     def take(self, parameters: dict[str, torch.Tensor]) -> None:
         self.parameters, self.device = parameters, parameters["ln1"].device
-        _check_parameters(parameters, self.shapes, self.dtype, self.device)
+        _check_tensors(parameters, self.shapes, self.dtype, self.device)
         self.ranks = sum(shape[-1] for name, shape in self.shapes.items() if name.endswith(".down"))
 
     def states(self, rows: int, positions: dict[str, torch.Tensor]) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shapes and dtypes of the normalised tokens before, of the two token shifts, and of the recurrence."""
         shift = (rows, self.width), self.dtype
         return [shift, shift, ((rows, *self.state_shape), torch.float32)]
+
+    def kernels(self) -> tuple[type, Callable]:
+        """The room of a token between the kernels, and the function that launches them."""
+        from .triton_kernels import ShiftedToken, run_delta_block, run_wkv_block
+
+        return ShiftedToken, run_wkv_block if self.kind == "wkv" else run_delta_block
 
 
 class SlotBlock:
@@ -76,7 +83,7 @@ class SlotBlock:
         self.width, self.inner = output.shape
         self.middle, self.dtype, self.device = last.shape[1], query.dtype, query.device
         self.stream_dtype = self.dtype
-        _check_sizes(self.dtype, self.width, self.inner, self.middle)
+        check_sizes(_REFUSAL, self.dtype, _DTYPES, self.width, self.inner, self.middle)
         if heads % kv_heads or any(size % heads for size in (query.shape[0], self.inner)):
             raise ValueError(f"There cannot be {heads} and {kv_heads} heads of {query.shape[0]} channels.")
         self.key_size, self.slots = query.shape[0] // heads, router.shape[0] // kv_heads
@@ -94,12 +101,19 @@ class SlotBlock:
         shapes |= {"o_norm": (value_size,)} if "gate" in outputs else {"g_norm": (self.inner,)}
         shapes |= {"A_log": (kv_heads,), "dt_bias": (kv_heads,)} if by_head else {}
         shapes |= {"r_bias": (kv_heads, self.slots)} if "r_bias" in parameters else {}
-        _check_parameters(parameters, shapes, self.dtype, self.device)
+        check_names(parameters, shapes)
+        _check_tensors(parameters, shapes, self.dtype, self.device)
         self.state_shape = heads, self.slots, self.key_size + value_size
 
     def states(self, rows: int, positions: dict[str, torch.Tensor]) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of the slot memory."""
         return [((rows, *self.state_shape), torch.float32)]
+
+    def kernels(self) -> tuple[type, Callable]:
+        """As [`StepBlock.kernels`]."""
+        from .slot_kernels import SlotToken, run_slot_block
+
+        return SlotToken, run_slot_block
 
 
 class ChunkBlock:
@@ -141,7 +155,7 @@ class ChunkBlock:
         self.width, self.inner = output.shape
         self.middle, self.dtype, self.device, self.ranks = last.shape[1], output.dtype, output.device, shared.shape[0]
         self.stream_dtype = self.dtype
-        _check_sizes(self.dtype, self.width, self.inner, self.ranks, self.middle)
+        check_sizes(_REFUSAL, self.dtype, _DTYPES, self.width, self.inner, self.ranks, self.middle)
         if any(size % heads for size in (self.ranks, self.inner)):
             raise ValueError(f"There cannot be {heads} heads of {self.ranks} and {self.inner} channels.")
         if any(self.width % number for number in (norm["groups"], norm_groups)):
@@ -156,7 +170,8 @@ class ChunkBlock:
         shapes |= dict.fromkeys(("ln1", "ln1_bias", "cema.theta"), (self.width,)) | optional
         shapes |= dict.fromkeys(("cema.alpha", "cema.delta"), (self.width, numbers))
         shapes |= {"cema.gamma": (self.width, numbers, 2), "gamma": (4, self.ranks), "beta": (4, self.ranks)}
-        _check_parameters(parameters, shapes, self.dtype, self.device)
+        check_names(parameters, shapes)
+        _check_tensors(parameters, shapes, self.dtype, self.device)
         self.state_shape = heads, key_size, value_size
         self.average = self.width, numbers, 2
 
@@ -168,30 +183,26 @@ class ChunkBlock:
         dtypes = torch.float32, torch.float32, *[self.dtype] * 3, torch.float32, torch.float32
         return [((rows, *shape), dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
 
+    def kernels(self) -> tuple[type, Callable]:
+        """As [`StepBlock.kernels`]."""
+        from .gecko_kernels import ChunkToken, run_chunk_block
+
+        return ChunkToken, run_chunk_block
+
 
 BLOCKS = {"wkv": StepBlock, "delta_wkv": StepBlock, "slot_memory": SlotBlock, "working_memory": ChunkBlock}
 
 
-def _check_sizes(dtype: torch.dtype, *sizes: int) -> None:
-    if dtype not in _DTYPES:
-        raise ValueError(f"The kernels do not read {dtype}.")
-    if any(not size or size % 16 for size in sizes):
-        raise ValueError(f"The widths must be multiples of 16, got {list(sizes)}.")
-
-
-def _check_parameters(
+def _check_tensors(
     parameters: dict[str, torch.Tensor], shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device
 ) -> None:
     for name, shape in shapes.items():
-        if (x := parameters.get(name)) is None:
-            raise ValueError(f"There must be a tensor `{name}`.")
+        x = parameters[name]
         if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.is_neg():
             raise ValueError(f"`{name}` must be a plain tensor, whose memory holds its numbers.")
         if len(shape) == 1 and x.numel() == shape[0]:  # stored by heads, or with axes for rows and tokens
             shape = tuple(x.shape)
         check_stored(name, x, shape, dtype, device)
-    if left := parameters.keys() - shapes.keys():
-        raise ValueError(f"Such a block has no {', '.join(f'`{name}`' for name in sorted(left))}.")
 
 
 class StepBlocks:
@@ -244,20 +255,9 @@ class StepBlocks:
             return False
 
         def run() -> bool:
-            if first.kind == "slot_memory":
-                from .slot_kernels import SlotToken as Token
-                from .slot_kernels import run_slot_block as run_block
-            elif first.kind == "working_memory":
-                from .gecko_kernels import ChunkToken as Token
-                from .gecko_kernels import run_chunk_block as run_block
-            else:
-                from .triton_kernels import ShiftedToken as Token
-                from .triton_kernels import run_delta_block, run_wkv_block
-
-                run_block = run_wkv_block if first.kind == "wkv" else run_delta_block
+            make_token, run_block = first.kernels()
             largest = max(self.blocks, key=lambda block: block.ranks)
-            of_kind = (positions,) if positions else ()
-            token = Token(largest, x.view(rows, first.width), mask, *of_kind)
+            token = make_token(largest, x.view(rows, first.width), mask, positions)
             for block, of_block in zip(self.blocks, states, strict=True):
                 run_block(block, token, *of_block)
             return True

@@ -12,7 +12,7 @@ from ..cema.triton_kernels import cema_triton_step
 from ..chunk_attention.triton_kernels import chunk_attention_triton_step
 from ..timestep_decay_norm.triton_kernels import timestep_decay_norm_triton_step
 from ..working_memory.triton_kernels import working_memory_triton_step
-from .slot_kernels import _silu, multiply
+from .slot_kernels import _silu, first_programs, multiply
 from .triton_kernels import GROUPED_TILES, Token, _begin, _kept, _load, _products, _wait
 
 
@@ -155,8 +155,8 @@ class ChunkToken(Token):
     """
 
     def __init__(self, block, x: torch.Tensor, mask: torch.Tensor | None, positions: dict):
-        super().__init__(block, x, mask)
-        self.positions, rows = positions, self.rows
+        super().__init__(block, x, mask, positions)
+        rows = self.rows
         self.products = self.room(rows * (2 * block.inner + block.ranks), dtype=block.dtype)
         self.shared = self.room(4, rows, block.heads, 1, block.ranks // block.heads, dtype=block.dtype)
         self.m, self.sums = self.room(rows, block.width, dtype=block.dtype), self.room(rows, block.width)
@@ -179,9 +179,8 @@ class ChunkToken(Token):
         names = ("value", "gate", "shared", "stream")
         weights, biases = ([p[f"{name}.{part}"] for name in names] for part in ("weight", "bias"))
         sizes, inputs = [w.shape[0] for w in weights], weights[0].shape[1]
-        constants, firsts = self.tiles(GROUPED_TILES, tuple(sizes), inputs, t.dtype), [0]
-        for size in sizes:
-            firsts.append(firsts[-1] + cdiv(size, constants["BN"]))
+        constants = self.tiles(GROUPED_TILES, tuple(sizes), inputs, t.dtype)
+        firsts = first_programs(sizes, constants)
         launch(
             _projections_kernel,
             (firsts[-1],),

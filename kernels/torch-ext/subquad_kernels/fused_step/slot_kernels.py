@@ -5,6 +5,8 @@ As in the blocks of RWKV, a norm is computed by every program that reads what it
 the model rounds them, so that the router chooses the same slots.
 """
 
+import itertools
+
 import torch
 import triton
 import triton.language as tl
@@ -147,12 +149,17 @@ def _gated_norm_kernel(
 class SlotToken(Token):
     """The same for blocks with slot memories."""
 
-    def __init__(self, block, x: torch.Tensor, mask: torch.Tensor | None):
-        super().__init__(block, x, mask)
+    def __init__(self, block, x: torch.Tensor, mask: torch.Tensor | None, positions: dict):
+        super().__init__(block, x, mask, positions)
         self.products = self.room(self.rows * block.ranks, dtype=block.dtype)
         shape, value_size = (self.rows, 1, block.heads), block.inner // block.heads
         self.q, self.k = (self.room(*shape, block.key_size) for _ in range(2))
         self.v, self.log_f = self.room(*shape, value_size), self.room(*shape, block.slots)
+
+
+def first_programs(sizes: list[int], constants: dict) -> list[int]:
+    """The first program of each of several products with so many outputs, and the number of all programs."""
+    return list(itertools.accumulate((cdiv(size, constants["BN"]) for size in sizes), initial=0))
 
 
 def multiply(
@@ -162,9 +169,7 @@ def multiply(
     """Products of x, which is normalised if there is a norm."""
     sizes, inputs = [w.shape[0] for w in weights], weights[0].shape[1]
     constants = token.tiles(GROUPED_TILES, tuple(sizes), inputs, weights[0].dtype)
-    firsts = [0]
-    for size in sizes[:1] if gated else sizes:
-        firsts.append(firsts[-1] + cdiv(size, constants["BN"]))
+    firsts = first_programs(sizes[:1] if gated else sizes, constants)
     missing = 6 - len(sizes)
     constants |= {f"N{n}": size for n, size in enumerate(sizes + missing * [0])}
     constants |= {f"B{n}": firsts[min(n, len(firsts) - 1)] for n in range(1, 6)}

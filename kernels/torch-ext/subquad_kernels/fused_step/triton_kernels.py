@@ -462,10 +462,11 @@ class Token:
         block: the one with the most channels of products whose number differs.
         x: the residual stream, (rows, width).
         mask: bool (rows), False for a row that reads nothing; or None.
+        positions: tensors about the token's position, for blocks that need it.
     """
 
-    def __init__(self, block, x: torch.Tensor, mask: torch.Tensor | None):
-        self.x, self.mask, self.rows = x, mask, x.shape[0]
+    def __init__(self, block, x: torch.Tensor, mask: torch.Tensor | None, positions: dict):
+        self.x, self.mask, self.positions, self.rows = x, mask, positions, x.shape[0]
         # Products of matrices read bfloat16; a vector is so short that it can be float32.
         self.dtype = torch.bfloat16 if self.rows > 1 and block.dtype == torch.bfloat16 else torch.float32
         self.heads = self.room(self.rows, block.inner, dtype=self.dtype)
@@ -503,8 +504,8 @@ class Token:
 class ShiftedToken(Token):
     """The same for blocks with token shifts."""
 
-    def __init__(self, block, x: torch.Tensor, mask: torch.Tensor | None):
-        super().__init__(block, x, mask)
+    def __init__(self, block, x: torch.Tensor, mask: torch.Tensor | None, positions: dict):
+        super().__init__(block, x, mask, positions)
         rows, width, inner = self.rows, block.width, block.inner
         self.mixed = self.room(6, rows, width, dtype=self.dtype)
         self.products, self.v_first = self.room(4, rows, inner), self.room(rows, inner)

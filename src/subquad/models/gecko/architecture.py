@@ -47,11 +47,11 @@ def fused_options(block) -> dict[str, Any]:
     }
 
 
-def fused_start(decoder, x, input_ids, tokens, cache) -> tuple[Any, Any, dict[str, Any]]:
+def fused_start(decoder, x, input_ids, tokens, cache) -> tuple[Any, Any, dict[str, Any], tuple]:
     x, positions = decoder.start_blocks(x, input_ids, None, tokens, cache)
     cos, sin = positions.rotation or (None, None)
     of_blocks = {"position": positions.read.kept_position, "starts": positions.starts, "cos": cos, "sin": sin}
-    return x, positions, of_blocks | positions.memory | positions.attention
+    return x, positions, of_blocks | positions.memory | positions.attention, (positions, cache.after_blocks)
 
 
 GECKO = Architecture(

@@ -89,6 +89,12 @@ def fused_options(block) -> dict[str, Any]:
     }
 
 
+def fused_start(decoder, x, input_ids, tokens, cache) -> tuple[Any, Any, dict[str, Any], tuple]:
+    from .positions_raven import find_positions
+
+    return x, find_positions(decoder.config, x, tokens, cache), {}, ()
+
+
 RAVEN = Architecture(
     model_type="raven",
     folder="raven",
@@ -125,6 +131,7 @@ RAVEN = Architecture(
         options=fused_options,
         optional=("gate", "decay", "slot_decay", "o_norm", "g_norm", "A_log", "dt_bias", "r_bias"),
         states=("slots",),
+        start=fused_start,
     ),
     # Appendix A.3.1: Adam; weight decay is not mentioned.
     recipe=OptimizerRecipe(weight_decay=0.0, peak="4e-4", warmup="1 of 15 billion tokens", decay="cosine"),

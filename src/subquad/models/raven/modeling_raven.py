@@ -80,7 +80,7 @@ class RavenSlotMemory(nn.Module):
     def route(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         """
         a r of equation 18, the log decay of each slot, (batch, length, heads, slots): Raven's router of equation 20
-        (with noise 23), or those of "swa" (12) and "gsa" (14).
+        (with noise 23), or the routers "swa" (12) and "gsa" (14).
         """
         config = self.config
         if config.router == "swa":  # the oldest token's slot keeps nothing
