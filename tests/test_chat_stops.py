@@ -6,7 +6,7 @@ from chat_cases import save_speaker
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, pipeline
 
 import subquad_cli as cli
-from subquad.decoding.generation import NextTurnCriteria
+from subquad.decoding.next_turn import NextTurnCriteria
 from subquad_conversion.vocabularies import vocabulary_of
 from subquad_tokenizers import RwkvWorldTokenizerFast
 

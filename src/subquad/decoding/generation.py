@@ -1,16 +1,15 @@
 """`generate` for models with a recurrent state."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from transformers import GenerationConfig
 from transformers.generation import (
     GenerationMode,
     LogitsProcessorList,
     MaxLengthCriteria,
-    StoppingCriteria,
     StoppingCriteriaList,
 )
 from transformers.utils import ModelOutput
@@ -19,6 +18,10 @@ from ..modeling.arguments import parameter_names, refuse_unknown, with_own_names
 from ..modeling.cache import RecurrentCache, accept_cache
 from ..modeling.self_check import check_once
 from ..modeling.versions import CACHE_NAME, CACHE_NAMES, CHUNKS_FROM_THE_BEGINNING, cache_of, named_cache
+
+# package only
+from . import continuous_batching
+from .next_turn import NextTurnCriteria
 from .step import DecodingStep, StepByStepMixin, make_step
 
 
@@ -27,39 +30,6 @@ ASSISTED = ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens
 # Arguments of `generate` that exclude a prefix cache. Assisted decoding reads the whole text into the cache that it is
 # given.
 NOT_WITH_PREFIXES = ("inputs_embeds", "pixel_values", "cache", "cache_implementation", *ASSISTED)
-# The shapes of the ids in `chat_stops`.
-CHAT_STOPS = {"answer": (-1,), "turns": (-1, 2), "blank": (-1,), "line": (-1,), "newline": ()}
-
-
-class NextTurnCriteria(StoppingCriteria):
-    """
-    Ends the answers to chats, the rows of `prompt` (N, T) whose last turn is an answer, where another turn begins. The
-    ids are those of the generation configuration, `chat_stops`, which `subquad convert` writes. It needs no tokenizer.
-    """
-
-    def __init__(self, stops: dict[str, Any], prompt: torch.Tensor):
-        try:
-            self.ids = {
-                name: torch.tensor(stops[name], dtype=torch.long, device=prompt.device).view(shape)
-                for name, shape in CHAT_STOPS.items()
-            }
-        except (KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise ValueError(f"`chat_stops` of the generation configuration is damaged: {error!r}.") from error
-        answer, *turns = (_last_place(prompt, part) for part in (self.ids["answer"], *self.ids["turns"]))
-        self.chats = answer > torch.stack(turns).amax(0)
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor | None, **kwargs) -> torch.Tensor:
-        ids, end = self.ids, F.pad(input_ids[:, -4:], (max(0, 4 - input_ids.shape[1]), 0), value=-1)
-        second_newline = (end[:, 1] == ids["newline"]) & torch.isin(end[:, 0], ids["line"])
-        blank = torch.isin(end[:, 1], ids["blank"]) | second_newline
-        chats = self.chats.repeat_interleave(len(end) // len(self.chats))  # one for each beam
-        return chats & blank & (end[:, None, 2:] == ids["turns"]).all(-1).any(-1)
-
-
-def _last_place(ids: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Where `part` (K,) last ends in each row of `ids` (N, T); 0 if it is not there."""
-    found = (F.pad(ids, (len(part), 0), value=-1).unfold(1, len(part), 1) == part).all(-1)
-    return (found * torch.arange(found.shape[1], device=ids.device)).amax(1)
 
 
 class RecurrentGenerationMixin(StepByStepMixin):
@@ -108,11 +78,14 @@ class RecurrentGenerationMixin(StepByStepMixin):
         refusal = _why_not_one_text(args, kwargs, self.generation_config)
         if given is not None and refusal is not None:
             raise ValueError(refusal)
-        if given is None and refusal is None:
-            if "own_prefix_cache" not in self.__dict__:
-                self.own_prefix_cache = self.make_prefix_cache()
-            return self.own_prefix_cache
-        return given
+        return self.prefix_cache_of_its_own() if given is None and refusal is None else given
+
+    # package only
+    def prefix_cache_of_its_own(self) -> Any:
+        """The prefix cache of this model; None unless all models have one."""
+        if "own_prefix_cache" not in self.__dict__ and self.make_prefix_cache is not None:
+            self.own_prefix_cache = self.make_prefix_cache()
+        return self.__dict__.get("own_prefix_cache")
 
     # package only
     def _generate_behind(self, prefix_cache: Any, *args, **kwargs):
@@ -159,19 +132,26 @@ class RecurrentGenerationMixin(StepByStepMixin):
         # transformers decides by the class name, and takes every "rwkv" for its RWKV-4, which has no cache object.
         return True
 
+    # package only
     @property
-    def init_continuous_batching(self):
+    def init_continuous_batching(self) -> Callable:
         """
-        Missing on purpose: this is how `transformers serve` recognises a model without continuous batching. It then
-        answers one request after the other.
+        As in transformers, see [`RecurrentBatchingManager`]. It is missing if there is no continuous batching for the
+        model, which is how `transformers serve` recognises that; it then answers one request after the other.
         """
-        raise AttributeError(self.generate_batch.__doc__)
+        if reason := continuous_batching.why_not(self):
+            raise AttributeError(reason)
+        return functools.partial(continuous_batching.start_manager, self)
 
-    def generate_batch(self, *args, **kwargs):
-        """Continuous batching needs pages of keys and values; a recurrent state has none. Use `generate`."""
-        raise ValueError(self.generate_batch.__doc__)
+    # package only
+    def generate_batch(self, *args, **kwargs) -> dict:
+        """As in transformers: the answers to any number of prompts, see `continuous_batching.generate_batch`."""
+        return continuous_batching.generate_batch(self, *args, **kwargs)
 
-    continuous_batching_context_manager = generate_batch
+    # package only
+    def continuous_batching_context_manager(self, *args, **kwargs):
+        """As in transformers: a [`RecurrentBatchingManager`] that runs inside of the context."""
+        return continuous_batching.batching_context(self, *args, **kwargs)
 
     def _prepare_cache_for_generation(
         self,

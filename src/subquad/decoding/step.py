@@ -148,7 +148,18 @@ def _is_known(x: Any) -> bool:
 
 
 class StepByStepMixin(GenerationMixin):
-    """`generate` of transformers; in the installed package, with decoding steps."""
+    """`generate` of transformers; in the installed package, with decoding steps and continuous batching."""
+
+    @property
+    def init_continuous_batching(self):
+        """Missing on purpose: this is how `transformers serve` recognises a model without continuous batching."""
+        raise AttributeError(self.generate_batch.__doc__)
+
+    def generate_batch(self, *args, **kwargs):
+        """Continuous batching of a recurrent state needs the package subquad: `import subquad` before the model."""
+        raise ValueError(self.generate_batch.__doc__)
+
+    continuous_batching_context_manager = generate_batch
 
     # package only
     def _sample(

@@ -177,6 +177,12 @@ class RecurrentCache(Cache):
         """The number of tokens up to which the states keep their shapes; None if they always do."""
         return None
 
+    # package only
+    @property
+    def grows(self) -> bool:
+        """Whether the size of the states depends on the length of the text without an upper limit."""
+        return False
+
     def begin_call(self, tokens: Tokens) -> None:
         """
         Prepares for the tokens of a call.
@@ -418,6 +424,38 @@ class RecurrentCache(Cache):
         """Every row as a cache of its own, with the same number of tokens read. They keep the record of the past."""
         return [self._mapped(lambda x, row=row: x[row : row + 1].clone()) for row in range(max(self.batch_size, 0))]
 
+    # package only
+    def write_rows(self, rows: Sequence[int], other: "RecurrentCache") -> None:
+        """
+        Replaces rows by those of another cache of the model, in place, without gradients. Afterwards no mask is
+        compared with what the rows have read.
+
+        Args:
+            rows: the row for each row of the other cache.
+            other: a cache with a state for each of them.
+        """
+        self.seen_tokens = max(self.get_seq_length(), other.get_seq_length())
+        for layer, new in zip(self.all_layers, other.all_layers, strict=True):
+            layer.records.clear()
+            for name in new.states.keys() - {"padding"}:
+                held, state = layer.states[name], new.states[name]
+                if held.shape[1:] != state.shape[1:]:  # states that have reached different capacities
+                    room = [max(sizes) for sizes in zip(held.shape[1:], state.shape[1:], strict=True)]
+                    held, state = (_with_sizes(x, room) for x in (held, state))
+                if name in layer.aliased:  # somebody else reads it
+                    held = held.clone()
+                    layer.aliased.discard(name)
+                held.index_copy_(0, torch.tensor(rows, device=held.device), state)
+                layer.write(name, held)
+        self.after_blocks.write("padding", torch.full_like(self._padding(), NOT_COMPARED))
+
+    # package only
+    def copy_of_row(self, row: int, tokens: int) -> "RecurrentCache":
+        """A cache with a copy of one row, which has read a number of tokens."""
+        copied = self._mapped(lambda x: x[row : row + 1].clone())
+        copied.seen_tokens = tokens
+        return copied
+
     @property
     def dtype(self) -> torch.dtype | None:
         """The dtype of the model that filled it, from states in the model's dtype; None without states."""
@@ -656,11 +694,13 @@ def check_cache(
 def _concatenate(states: list[torch.Tensor]) -> torch.Tensor:
     """The rows of all states, on the device of the first. Smaller states are padded with zeros."""
     shape = [max(sizes) for sizes in zip(*(state.shape[1:] for state in states), strict=True)]
-    rows = []
-    for state in states:
-        more = [n for size, room in zip(state.shape[:0:-1], shape[::-1], strict=True) for n in (0, room - size)]
-        rows.append(torch.nn.functional.pad(state, more).to(states[0].device))
-    return torch.cat(rows)
+    return torch.cat([_with_sizes(state, shape).to(states[0].device) for state in states])
+
+
+def _with_sizes(state: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A state (batch, ...) padded with zeros to (batch, *shape)."""
+    more = [n for size, room in zip(state.shape[:0:-1], shape[::-1], strict=True) for n in (0, room - size)]
+    return torch.nn.functional.pad(state, more)
 
 
 def _check_sizes(what: str, found: dict[str, Any], wanted: dict[str, Any]) -> None:

@@ -54,6 +54,11 @@ class GrowingCache(CountingCache):
 
     # package only
     @property
+    def grows(self) -> bool:
+        return bool(self.growing)
+
+    # package only
+    @property
     def fixed_until(self) -> int | None:
         return self._capacity if self.growing else None
 

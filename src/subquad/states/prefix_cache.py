@@ -113,20 +113,38 @@ class PrefixCache:
         Raises:
             ValueError: if the states belong to another model.
         """
-        self._check_model(model)
-        ids = np.asarray(ids.cpu() if isinstance(ids, torch.Tensor) else ids, dtype=np.int64)
-        known, cache = self._longest(model, ids)
-        self.tokens_asked += len(ids)
-        self.tokens_read += len(ids) - known
-        if cache is None:
-            cache = model.new_cache()
-        branch = self._branch(ids)
-        for stop in sorted({n for n in (branch, len(ids)) if n > known}):
-            piece = torch.from_numpy(ids[known:stop])[None].to(model.device)
+        ids = torch.as_tensor(ids)
+        cache, stops = self.plan(model, ids)
+        known = cache.get_seq_length()
+        for stop in stops:
+            piece = ids[None, known:stop].to(model.device)
             model(input_ids=piece, cache=cache, use_cache=True, logits_to_keep=1)
             self.put(ids[:stop], cache)
             known = stop
         return cache
+
+    def plan(
+        self, model: "PreTrainedModel", ids: Sequence[int] | torch.Tensor, at_least: int = 0
+    ) -> tuple[RecurrentCache, tuple[int, ...]]:
+        """
+        What is known of a text, for who reads the rest.
+
+        Args:
+            model: as for [`~PrefixCache.read`].
+            ids: the ids of a text without images, (tokens).
+            at_least: the number of tokens at the end of the text that are to be read in any case.
+
+        Returns:
+            a cache of one row that has read the longest known beginning; and the numbers of tokens after which the
+            state is to be [`put`][PrefixCache.put] here, in rising order, the last one of them the length of the text.
+        """
+        self._check_model(model)
+        ids = np.asarray(ids.cpu() if isinstance(ids, torch.Tensor) else ids, dtype=np.int64)
+        known, cache = self._longest(model, ids[: len(ids) - at_least])
+        self.tokens_asked += len(ids)
+        self.tokens_read += len(ids) - known
+        stops = sorted({n for n in (self._branch(ids), len(ids)) if n > known})
+        return model.new_cache() if cache is None else cache, tuple(stops)
 
     def put(self, ids: Sequence[int] | torch.Tensor | np.ndarray, cache: RecurrentCache) -> None:
         """

@@ -119,6 +119,11 @@ class RavenCache(GrowingCache):
         self.same_lengths = lengths is None or bool((lengths == self.get_seq_length()).all())
         return self
 
+    # package only
+    def write_rows(self, rows: Sequence[int], other: "RavenCache") -> None:
+        super().write_rows(rows, other)
+        self.same_lengths = False
+
     def reset_rows(self, rows: torch.Tensor) -> None:
         super().reset_rows(rows)
         self.same_lengths = False

@@ -1,0 +1,267 @@
+"""What continuous batching does between two tokens: whose prompt is read, and who gets a token."""
+
+import itertools
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.utils import is_psutil_available, logging
+
+from ...modeling.cache import RecurrentCache
+from ...modeling.versions import named_cache
+from .requests import Request, choose_tokens, fail_all
+from .rows import Rows
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.get_logger(__name__)
+# How much longer than the first of some prompts the others may be, and how much shorter, to be read together.
+SIMILAR = 1.25
+# The number of waiting requests among which those with similar prompts are looked for.
+LOOKED_AT = 256
+
+
+@dataclass(eq=False)
+class Prompts:
+    """
+    Prompts of similar length that are read together, padded on the left, in pieces.
+
+    Args:
+        requests: the requests of each row; those with the same text share it.
+        ids: int64 (rows, tokens).
+        mask: bool (rows, tokens), False for padding; None if there is none.
+        cache: the states after the first `read` tokens.
+        stops: numbers of tokens at which a piece ends, and the state is kept for later requests.
+    """
+
+    requests: list[list[Request]]
+    ids: torch.Tensor
+    mask: torch.Tensor | None
+    cache: RecurrentCache
+    read: int = 0
+    stops: tuple[int, ...] = ()
+
+    @property
+    def everybody(self) -> list[Request]:
+        """The requests that have not ended."""
+        return [request for row in self.requests for request in row if not request.is_finished]
+
+
+class Batch:
+    """
+    The requests of one model: those that wait, those whose prompts are being read, and those that run.
+
+    Args:
+        model: the model that generates.
+        most: the largest number of running requests.
+        piece: the number of prompt tokens that are read between two decoding steps.
+        memory: the part of the free memory that states may take, from 0 to 1.
+        generator: the random numbers of requests without a seed; None takes torch's.
+        with_logprobs: whether the requests keep log-probabilities.
+        prefix_cache: a [`PrefixCache`], or None.
+    """
+
+    def __init__(
+        self,
+        model: "PreTrainedModel",
+        most: int,
+        piece: int,
+        memory: float,
+        generator: torch.Generator | None = None,
+        with_logprobs: bool = False,
+        prefix_cache: Any = None,
+    ):
+        self.model, self.most, self.piece, self.memory = model, most, piece, memory
+        self.generator, self.with_logprobs, self.prefix_cache = generator, with_logprobs, prefix_cache
+        self.waiting: deque[Request] = deque()
+        self.prompts: Prompts | None = None
+        self.rows = Rows(model)
+        self._is_measured = False
+
+    @property
+    def unfinished(self) -> list[Request]:
+        """All requests that have not ended."""
+        return [*self.rows.requests, *(self.prompts.everybody if self.prompts else ()), *self.waiting]
+
+    def cancel(self, requests: list[Request]) -> None:
+        """Ends requests before their time."""
+        gone = set(requests)
+        fail_all(requests, "The request was cancelled.")
+        self.waiting = deque(each for each in self.waiting if each not in gone)
+        self.rows.forget(requests)
+        if self.prompts is not None and not self.prompts.everybody:
+            self.prompts = None
+
+    def clear(self, error: BaseException | str) -> list[Request]:
+        """Ends all requests with an error, and returns them."""
+        requests = self.unfinished
+        fail_all(requests, error)
+        self.waiting.clear()
+        self.prompts = None
+        self.rows.clear()
+        return requests
+
+    def step(self) -> Iterator[list[Request]]:
+        """
+        Reads a piece of prompts, then lets each running request generate a token. If one of the two fails, its
+        requests end with the error; if memory was short, they are read again, fewer at a time.
+
+        Yields:
+            after each of the two, the requests that have a new token or have ended.
+        """
+        try:
+            changed = self._read_prompts()
+        except Exception as error:
+            changed = self._fail_prompts(error)
+        yield changed
+        try:
+            changed = self._decode()
+        except Exception as error:
+            changed = self._fail_running(error)
+        yield changed
+
+    def _take_prompts(self) -> Prompts | None:
+        """The first waiting request, and others whose prompts are equal or of similar length."""
+        free = self.most - len(self.rows.requests)
+        if not self.waiting or free < 1:
+            return None
+        first = len(self.waiting[0].text)
+        together: dict[tuple[int, ...], list[Request]] = {}
+        taken, longest = [], first
+        for request in itertools.islice(self.waiting, LOOKED_AT):
+            text = tuple(request.text)
+            if text not in together and together:
+                if self.prefix_cache is not None or not first / SIMILAR <= len(text) <= first * SIMILAR:
+                    continue
+                if (len(together) + 1) * max(longest, len(text)) > self.piece:
+                    continue
+            together.setdefault(text, []).append(request)
+            taken.append(request)
+            longest = max(longest, len(text))
+            if len(taken) == free:
+                break
+        gone = set(taken)
+        self.waiting = deque(each for each in self.waiting if each not in gone)
+        for request in taken:
+            request.begin()
+        ids = torch.tensor([[0] * (longest - len(text)) + list(text) for text in together])
+        lengths = torch.tensor([len(text) for text in together])
+        mask = torch.arange(longest) >= longest - lengths[:, None]
+        device = self.model.device
+        return Prompts(
+            list(together.values()), ids.to(device), None if mask.all() else mask.to(device), self.model.new_cache()
+        )
+
+    def _read_prompts(self) -> list[Request]:
+        """Reads a piece of prompts. Returns the requests that got their first token by it."""
+        if self.prompts is None:
+            self.prompts = prompts = self._take_prompts()
+            if prompts is not None and self.prefix_cache is not None:
+                prompts.cache, prompts.stops = self.prefix_cache.plan(self.model, prompts.ids[0], at_least=1)
+                prompts.read = prompts.cache.get_seq_length()
+        if (prompts := self.prompts) is None:
+            return []
+        rows, length = prompts.ids.shape
+        end = min(prompts.read + max(1, self.piece // rows), length)
+        end = min([end, *(stop for stop in prompts.stops if stop > prompts.read)])
+        piece = slice(prompts.read, end)
+        out = self.model(
+            input_ids=prompts.ids[:, piece],
+            attention_mask=None if prompts.mask is None else prompts.mask[:, piece],
+            use_cache=True,
+            logits_to_keep=1,
+            **named_cache(prompts.cache),
+        )
+        prompts.read = end
+        if end in prompts.stops:
+            self.prefix_cache.put(prompts.ids[0, :end], prompts.cache)
+        if end < length:
+            return []
+        requests = prompts.everybody
+        of_request = {each: row for row, several in enumerate(prompts.requests) for each in several}
+        index = torch.tensor([of_request[each] for each in requests], device=out.logits.device)
+        choose_tokens(requests, out.logits[:, -1].index_select(0, index), self.generator, self.with_logprobs)
+        return requests
+
+    def _decode(self) -> list[Request]:
+        """Gives rows to the requests whose prompts have been read, and lets all running ones generate a token."""
+        if (prompts := self.prompts) is not None and prompts.read == prompts.ids.shape[1]:
+            rows = [(row, each) for row, several in enumerate(prompts.requests) for each in several]
+            rows = [(row, each) for row, each in rows if not each.is_finished]
+            if rows:
+                self._measure(prompts.cache)
+                prompts.cache.batch_select_indices(torch.tensor([row for row, _ in rows]))
+                self.rows.put([each for _, each in rows], prompts.cache)
+            self.prompts = None
+        if not (running := self.rows.requests):
+            return []
+        choose_tokens(running, self.rows.read(), self.generator, self.with_logprobs)
+        ended = [request for request in running if request.is_finished]
+        if self.prefix_cache is not None:
+            for request in ended:
+                if request.error is None:  # the state is the one before the last token
+                    ids = torch.tensor(request.text[:-1])
+                    self.prefix_cache.put(ids, self.rows.state_of(request, len(ids)))
+        self.rows.forget(ended)
+        return running
+
+    def _measure(self, cache: RecurrentCache) -> None:
+        """Limits the number of running requests to what the memory has room for."""
+        if self._is_measured or (free := _free_memory(self.model.device)) is None:
+            return
+        self._is_measured = True
+        room = max(1, int(free * self.memory / (cache.nbytes / cache.batch_size)))
+        if room < self.most:
+            logger.warning(f"The free memory has room for the states of {room} requests at a time, not {self.most}.")
+            self.most = room
+
+    def _fail_prompts(self, error: Exception) -> list[Request]:
+        """Ends the requests whose prompts were not read, or lets them wait again. Returns those that have ended."""
+        prompts, self.prompts = self.prompts, None
+        requests = [] if prompts is None else prompts.everybody
+        if _is_out_of_memory(error) and self.piece > 1:
+            self.piece //= 2
+            logger.warning(f"Memory was short, so prompts are read {self.piece} tokens at a time: {error}")
+            self.waiting.extendleft(reversed(requests))
+            return []
+        logger.error("Prompts could not be read.", exc_info=error)
+        fail_all(requests, error)
+        return requests
+
+    def _fail_running(self, error: Exception) -> list[Request]:
+        """Ends the running requests, or lets them be read again. Returns those that have ended."""
+        requests = [request for request in self.rows.requests if not request.is_finished]
+        if self.prompts is not None and self.prompts.read == self.prompts.ids.shape[1]:
+            requests += self.prompts.everybody
+            self.prompts = None
+        self.rows.clear()
+        if _is_out_of_memory(error) and len(requests) > 1:
+            self.most = len(requests) // 2
+            logger.warning(f"Memory was short, so only {self.most} requests run at a time: {error}")
+            self.waiting.extendleft(reversed(requests))
+            return []
+        logger.error("A token could not be generated.", exc_info=error)
+        fail_all(requests, error)
+        return requests
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether memory was short, on a GPU or the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def _free_memory(device: torch.device) -> int | None:
+    """The free memory of a device in bytes; None if it is not known."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "cpu" and is_psutil_available():
+        import psutil
+
+        return psutil.virtual_memory().available
+    return None
