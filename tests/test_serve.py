@@ -130,16 +130,6 @@ def test_completion(client, models, model_type):
     assert last.choices[0].finish_reason == "length" and last.usage.completion_tokens == 12
 
 
-@pytest.mark.fast
-@each_causal
-def test_no_continuous_batching(model_type):
-    """The server checks this, and then generates for one request after the other."""
-    model = tiny_model(model_type)
-    assert not hasattr(model, "init_continuous_batching")
-    with pytest.raises(ValueError, match="a recurrent state has none"):
-        model.generate_batch([[1, 2]])
-
-
 def test_chat(client, url, models):
     path = str(models / "world")
     messages = [

@@ -3,6 +3,10 @@
 import argparse
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
 
 from .common import UsageError
 from .templates import limit_templates
@@ -15,6 +19,9 @@ Run the command of another installed package after importing subquad.
 Such a command loads models by their configuration, in a process without subquad. With `subquad run`, it loads
 subquad's architectures like transformers' own. (This does not extend to processes that the command starts: a script
 for torchrun or accelerate must import subquad itself.)
+
+`transformers serve` answers requests together, in continuous batches, if the state of the model has a constant size.
+With --no-continuous-batching or --compile, it answers them one after the other.
 
 examples:
   subquad run transformers serve ./finch-1b6
@@ -36,6 +43,7 @@ def run(args: argparse.Namespace) -> None:
     _put_classes_into_transformers()
     if args.name == "transformers" and args.arguments[:1] == ["serve"]:
         _keep_states()
+        _batch_continuously(args.arguments)
         limit_templates()
     sys.argv = [args.name, *args.arguments]
     try:
@@ -64,3 +72,40 @@ def _keep_states() -> None:
     from subquad.states.prefix_cache import PrefixCache
 
     RecurrentGenerationMixin.make_prefix_cache = PrefixCache
+
+
+def _batch_continuously(arguments: list[str]) -> None:
+    """Lets the server answer requests together, each with its own options and its own seed."""
+    from transformers.cli.serving import utils
+
+    from subquad.decoding.continuous_batching import SERVED
+
+    if not {"--continuous-batching", "--no-continuous-batching", "--compile"} & set(arguments):
+        arguments.append("--continuous-batching")
+    set_torch_seed, seed_of_request = utils.set_torch_seed, ContextVar("seed", default=None)
+
+    def set_seed(seed: int) -> None:
+        set_torch_seed(seed)  # for models without continuous batching
+        seed_of_request.set(seed)
+
+    @contextmanager
+    def served(tokenizer: Any, generation_config: Any) -> Iterator[None]:
+        seed = seed_of_request.get()
+        before = SERVED.set({"tokenizer": tokenizer, "generation_config": generation_config, "seed": seed})
+        try:
+            yield
+        finally:
+            SERVED.reset(before)
+
+    class GenerateManager(utils.CBGenerateManager):
+        """Transformers' own takes the options of the first request for all of them."""
+
+        def generate_streaming(self, model, processor, inputs, gen_config, *args, **kwargs):
+            with served(processor, gen_config):
+                return super().generate_streaming(model, processor, inputs, gen_config, *args, **kwargs)
+
+        async def generate_non_streaming(self, model, processor, inputs, gen_config, *args, **kwargs):
+            with served(processor, gen_config):
+                return await super().generate_non_streaming(model, processor, inputs, gen_config, *args, **kwargs)
+
+    utils.set_torch_seed, utils.CBGenerateManager = set_seed, GenerateManager
