@@ -332,6 +332,20 @@ def test_pausing():
         pass
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+def test_weights_that_change(persistent):
+    """As between the steps of reinforcement learning: no state of earlier weights is left."""
+    model, texts = finch(), prompts(6)
+    for seed in range(3):
+        answers = model.generate_batch(texts, max_new_tokens=5, do_sample=False, persistent_manager=persistent)
+        for ids, answer in zip(texts, answers.values(), strict=True):
+            assert is_greedy(model, ids, answer.generated_tokens)
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(torch.randn_like(weight), alpha=0.1)
+
+
 def test_stopping():
     model, texts = finch(), prompts(20)
     manager = model.init_continuous_batching(GenerationConfig(**GREEDY))

@@ -148,7 +148,15 @@ for name in sys.argv[2:]:
     except SystemExit as ending:
         print(ending.code)
 """
-    names = ("finetune_sft", "quantize", "retrieve", "serve_client", "state_tuning", "finetune_classifier")
+    names = (
+        "finetune_sft",
+        "finetune_grpo",
+        "quantize",
+        "retrieve",
+        "serve_client",
+        "state_tuning",
+        "finetune_classifier",
+    )
     scripts = [str(EXAMPLES / f"{name}.py") for name in (*names, "distributed/train")]
     run = subprocess.run([sys.executable, "-c", code, "", *scripts], capture_output=True, text=True)
     lines = run.stdout.splitlines()
@@ -276,3 +284,14 @@ def test_retrieval(corpus, encoder, tmp_path, capsys, monkeypatch):
     assert len(scores) == 3 and scores == sorted(scores, reverse=True)
     model = SentenceTransformer(str(tmp_path / "tunes"), device="cpu")
     assert model.encode([query]).shape == (1, 32)
+
+
+def test_rewards(tmp_path, capsys, monkeypatch):
+    arguments = ["--output", tmp_path, "--steps", 1, "--prompts", 2, "--tunes", 2, "--max-new-tokens", 8]
+    arguments += ["--threads", 1]
+    out = run_example("finetune_grpo", capsys, monkeypatch, *arguments)
+    assert re.findall(r"(before|after) training, the mean reward is \d\.\d\d", out) == ["before", "after"]
+    module = importlib.import_module("finetune_grpo")
+    assert module.share_of_full_bars(HEADER + "ABc def|" * 5) == 1.0
+    assert module.share_of_full_bars(HEADER + "ABc def|ABc|ABc def|d2|ABc") == 0.25
+    assert module.share_of_full_bars("no tune") == 0.0

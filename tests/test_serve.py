@@ -1,7 +1,9 @@
 """`transformers serve` with models of this package, asked with the client of OpenAI."""
 
+import asyncio
 import importlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -210,6 +212,52 @@ def test_a_client_that_goes_away(client, models):
     stream.close()
     assert text == expected
     assert complete(client, max_tokens=5, **request) == expected
+
+
+def test_requests_have_their_own_options(client):
+    """Of requests that are answered together, each has its temperature and its seed."""
+    requests = [
+        {"model": FINCH, "prompt": HEADER, "max_tokens": 40, "temperature": temperature, "seed": seed}
+        for temperature in (0, 1.5)
+        for seed in (1, 2, 1)
+    ]
+    with ThreadPoolExecutor(6) as pool:
+        *greedy, one, two, again = pool.map(lambda request: complete(client, **request), requests)
+    assert len(set(greedy)) == 1 and one == again and len({greedy[0], one, two}) == 3
+
+
+@pytest.mark.slow
+def test_two_hundred_connections(url):
+    """Clients that come and go: some leave in the middle of an answer. The others get what they would alone."""
+    expected = {}
+
+    async def ask(client, number, draw):
+        prompt, tokens = HEADER + "ABc|" * (number % 20), draw.randint(1, 60)
+        request = {"model": FINCH, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+        await asyncio.sleep(draw.random() * 20)
+        if draw.random() < 0.5:
+            stream = await client.completions.create(stream=True, **request)
+            left, text = draw.choice([3, 10**6]), ""
+            async for chunk in stream:
+                text += chunk.choices[0].text
+                if (left := left - 1) == 0:
+                    break
+            await stream.close()
+        else:
+            text = (await client.completions.create(**request)).choices[0].text
+        return prompt, text
+
+    async def everybody():
+        draw = random.Random(0)
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=600) as client:
+            return await asyncio.gather(*(ask(client, number, draw) for number in range(200)))
+
+    answers = asyncio.run(everybody())
+    with connect(url) as client:
+        for prompt, text in answers:
+            if prompt not in expected:
+                expected[prompt] = complete(client, model=FINCH, prompt=prompt, max_tokens=60, temperature=0)
+            assert expected[prompt].startswith(text)
 
 
 def test_stop(client):

@@ -446,9 +446,13 @@ def test_trl(model_type, tmp_path):
         told.extend(completions)
         return [float(sum(map(ord, completion))) for completion in completions]
 
-    arguments = trl.GRPOConfig(num_generations=4, max_completion_length=6, beta=0.1, **shared)
-    train(trl.GRPOTrainer, arguments, rows, reward_funcs=reward)
-    assert len(told) == 4 and all(len(completion) <= 6 for completion in told)
+    shared |= {"num_generations": 4, "max_completion_length": 6, "beta": 0.1}
+    shared["use_transformers_continuous_batching"] = not CASES[model_type].growing
+    for name, options in (("GRPO", {}), ("RLOO", {"peft_config": lora})):
+        arguments = getattr(trl, f"{name}Config")(**shared)
+        train(getattr(trl, f"{name}Trainer"), arguments, rows, reward_funcs=reward, **options)
+        assert len(told) == 4 and all(len(completion) <= 6 for completion in told)
+        told.clear()
 
 
 def test_trl_on_answers_alone(tmp_path):

@@ -2,7 +2,7 @@
 Measures serving with vLLM. Each part writes a record, for the figures of `docs/figures.py`.
 
     python examples/serving/benchmark.py servers    # vLLM's server and `transformers serve`, by number of clients
-    python examples/serving/benchmark.py batches    # `vllm.LLM` and `generate` for one left-padded batch
+    python examples/serving/benchmark.py batches    # `vllm.LLM` and `generate_batch` beside left-padded `generate`
     python examples/serving/benchmark.py soak       # the memory of vLLM's server under thousands of requests
 
 The models are `finch-abc` and models with random weights of 12 layers of width 512; --model takes others. Run it in an
@@ -31,7 +31,7 @@ import psutil
 import torch
 import transformers
 from clients import HEADER, Question, measure, server, vllm_command
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 import subquad
 from subquad.hub.new_files import replacing
@@ -88,16 +88,18 @@ def find_model(name: str, folder: str) -> str:
 
 
 def measure_servers(arguments: argparse.Namespace, model: str) -> list[dict[str, Any]]:
-    """For each number of clients, one request of each of them to one server and then to the other."""
+    """For each number of clients, one request of each of them to one server and then to the others."""
     more = ["--dtype", "float32", "--max-num-seqs", "32", "--max-model-len", "4096", "--generation-config", "vllm"]
     own = [sys.executable, "-m", "subquad_cli", "run", "transformers", "serve", model, "--dtype", "float32"]
     rows = []
     with contextlib.ExitStack() as stack, ThreadPoolExecutor() as pool:  # they start at the same time
-        commands = (vllm_command(model, *more), own)
-        vllm, other = pool.map(lambda command: stack.enter_context(server(command)), commands)
+        commands = (vllm_command(model, *more), own, [*own, "--no-continuous-batching"])
+        vllm, together, single = pool.map(lambda command: stack.enter_context(server(command)), commands)
+        question = Question(HEADER, arguments.tokens, of_transformers=True)
         sides = {
             "vLLM": (vllm, Question(HEADER, arguments.tokens)),
-            "transformers serve": (other, Question(HEADER, arguments.tokens, of_transformers=True)),
+            "transformers serve": (together, question),
+            "transformers serve, one after the other": (single, question),
         }
         for (url, _), question in sides.values():
             measure(url, model, 2, 1, question)  # the first requests take longer
@@ -158,10 +160,20 @@ def measure_batches(arguments: argparse.Namespace, model: str) -> list[dict[str,
             options = {"do_sample": False, "min_new_tokens": new, "max_new_tokens": new, "pad_token_id": 0}
             own.generate(torch.tensor(rows), attention_mask=torch.tensor(mask), **options)
 
+    def by_generate_batch(cases):
+        greedy = GenerationConfig(do_sample=False)
+        config = ContinuousBatchingConfig(max_requests_per_batch=32, max_batch_tokens=2048)
+        with own.continuous_batching_context_manager(greedy, continuous_batching_config=config) as manager:
+            for prompt, n in cases:
+                manager.add_request(prompt, max_new_tokens=n, eos_token_id=-1)
+            outputs = [manager.get_result() for _ in cases]
+        assert sorted(len(output.generated_tokens) for output in outputs) == sorted(n for _, n in cases)
+
+    sides = {"vllm.LLM": by_vllm, "generate_batch": by_generate_batch, "generate": by_generate}
     found = []
     for number, mixed in ((32, False), (32, True), (128, True)):
         cases = requests(number, mixed)
-        tokens, sides = sum(n for _, n in cases), {"vllm.LLM": by_vllm, "generate": by_generate}
+        tokens = sum(n for _, n in cases)
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
         for _ in range(arguments.rounds):
             for name, side in sides.items():
@@ -170,8 +182,9 @@ def measure_batches(arguments: argparse.Namespace, model: str) -> list[dict[str,
         for name, values in times.items():
             wall, cpu = (tokens / statistics.median(column) for column in zip(*values, strict=True))
             row |= {f"{name}, tokens_per_second": wall, f"{name}, tokens_per_cpu_second": cpu}
-        pairs = zip(times["vllm.LLM"], times["generate"], strict=True)
-        row["ratio"] = statistics.median(b[1] / a[1] for a, b in pairs)  # of processor time
+        for name in ("vllm.LLM", "generate_batch"):
+            pairs = zip(times[name], times["generate"], strict=True)
+            row[f"{name}, ratio"] = statistics.median(b[1] / a[1] for a, b in pairs)  # of processor time
         found.append(show(row))
     return found
 

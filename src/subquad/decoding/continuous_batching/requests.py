@@ -226,46 +226,35 @@ def choose_tokens(
         generator: the random numbers of requests without a seed; None takes torch's.
         with_logprobs: whether the requests keep the logarithm of each token's probability.
     """
-    together: dict[Options, list[int]] = {}
-    parts: list[tuple[list[int], torch.Tensor, torch.Tensor | None]] = []
+    groups: dict[Any, list[int]] = {}
     for row, request in enumerate(requests):
-        if request.options.reads_ids or request.generator is not None:
-            try:
-                ids = torch.tensor([request.text], device=logits.device)
-                parts.append(([row], *_choose([request], logits[row : row + 1], ids, generator, with_logprobs)))
-            except Exception as error:  # of one request's options: the others go on
-                request.fail(error)
-        else:
-            together.setdefault(request.options, []).append(row)
-    for rows in together.values():
-        part = logits if len(rows) == len(requests) else logits[torch.tensor(rows, device=logits.device)]
+        if request.processors:
+            groups.setdefault(request if request.options.reads_ids else request.options, []).append(row)
+    scores = logits.to(torch.float32, copy=bool(groups))
+    for rows in groups.values():
+        first = requests[rows[0]]
+        ids = torch.tensor([first.text], device=logits.device) if first.options.reads_ids else None
         try:
-            parts.append((rows, *_choose([requests[row] for row in rows], part, None, generator, with_logprobs)))
-        except Exception as error:
+            if len(rows) == len(requests):
+                scores = first.processors(ids, scores)
+            else:
+                index = torch.tensor(rows, device=logits.device)
+                scores[index] = first.processors(ids, scores[index])
+        except Exception as error:  # of one request's options: the others go on
             fail_all((requests[row] for row in rows), error)
-    for rows, tokens, logprobs in parts:
-        chosen = tokens.tolist(), [None] * len(rows) if logprobs is None else logprobs.tolist()
-        for row, token, logprob in zip(rows, *chosen, strict=True):
-            requests[row].add(token, logprob)
-
-
-def _choose(
-    requests: list[Request],
-    logits: torch.Tensor,
-    ids: torch.Tensor | None,
-    generator: torch.Generator | None,
-    with_logprobs: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Tokens (rows) of requests with the same processors, and their log-probabilities if wanted."""
-    first = requests[0]
-    samples = first.options.config.do_sample
-    scores = first.processors(ids, logits.to(torch.float32, copy=True)) if first.processors else logits.float()
-    probabilities = scores.softmax(-1) if samples or with_logprobs else None
-    if samples:
-        tokens = torch.multinomial(probabilities, 1, generator=first.generator or generator)
-    else:
-        tokens = scores.argmax(-1, keepdim=True)
-    return tokens[:, 0], probabilities.gather(1, tokens).log()[:, 0] if with_logprobs else None
+    tokens = scores.argmax(-1)
+    sampled = [row for row, each in enumerate(requests) if each.options.config.do_sample and not each.is_finished]
+    together = [row for row in sampled if requests[row].generator is None]
+    for rows in ([together] if together else []) + [[row] for row in sampled if requests[row].generator is not None]:
+        index = torch.tensor(rows, device=logits.device)
+        own = requests[rows[0]].generator
+        tokens[index] = torch.multinomial(scores[index].softmax(-1), 1, generator=own or generator)[:, 0]
+    logprobs = [None] * len(requests)
+    if with_logprobs:
+        logprobs = scores.log_softmax(-1).gather(1, tokens[:, None])[:, 0].tolist()
+    for request, token, logprob in zip(requests, tokens.tolist(), logprobs, strict=True):
+        if not request.is_finished:
+            request.add(token, logprob)
 
 
 def fail_all(requests: Iterable[Request], error: BaseException | str) -> None:
