@@ -448,6 +448,8 @@ def test_prefix_cache(monkeypatch):
         assert [output.generated_tokens for output in outputs] == expected
         read = counted.take() - 20 * len(texts)
         assert read < sum(map(len, texts)) - 3 * len(shared)
+        (output,) = collect(manager, [manager.add_request(texts[3], max_new_tokens=1)])
+        assert counted.take() == 1 and output.generated_tokens == expected[3][:1]
         turn = texts[0] + expected[0] + [9, 8]
         (output,) = collect(manager, [manager.add_request(turn, max_new_tokens=1)])
         assert counted.take() <= 4

@@ -124,15 +124,14 @@ class PrefixCache:
         return cache
 
     def plan(
-        self, model: "PreTrainedModel", ids: Sequence[int] | torch.Tensor, at_least: int = 0
+        self, model: "PreTrainedModel", ids: Sequence[int] | torch.Tensor
     ) -> tuple[RecurrentCache, tuple[int, ...]]:
         """
-        What is known of a text, for who reads the rest.
+        What is known of a text whose rest is read elsewhere.
 
         Args:
             model: as for [`~PrefixCache.read`].
             ids: the ids of a text without images, (tokens).
-            at_least: the number of tokens at the end of the text that are to be read in any case.
 
         Returns:
             a cache of one row that has read the longest known beginning; and the numbers of tokens after which the
@@ -140,7 +139,7 @@ class PrefixCache:
         """
         self._check_model(model)
         ids = np.asarray(ids.cpu() if isinstance(ids, torch.Tensor) else ids, dtype=np.int64)
-        known, cache = self._longest(model, ids[: len(ids) - at_least])
+        known, cache = self._longest(model, ids)
         self.tokens_asked += len(ids)
         self.tokens_read += len(ids) - known
         stops = sorted({n for n in (self._branch(ids), len(ids)) if n > known})

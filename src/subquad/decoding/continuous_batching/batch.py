@@ -161,7 +161,8 @@ class Batch:
         if self.prompts is None:
             self.prompts = prompts = self._take_prompts()
             if prompts is not None and self.prefix_cache is not None:
-                prompts.cache, prompts.stops = self.prefix_cache.plan(self.model, prompts.ids[0], at_least=1)
+                # The last token is read in any case, for the logits after it.
+                prompts.cache, prompts.stops = self.prefix_cache.plan(self.model, prompts.ids[0, :-1])
                 prompts.read = prompts.cache.get_seq_length()
         if (prompts := self.prompts) is None:
             return []

@@ -235,20 +235,18 @@ def choose_tokens(
         first = requests[rows[0]]
         ids = torch.tensor([first.text], device=logits.device) if first.options.reads_ids else None
         try:
-            if len(rows) == len(requests):
-                scores = first.processors(ids, scores)
-            else:
-                index = torch.tensor(rows, device=logits.device)
-                scores[index] = first.processors(ids, scores[index])
+            part = scores if len(rows) == len(requests) else scores[rows]
+            for processor in first.processors:
+                part = processor(ids, part)
+            scores[rows] = part
         except Exception as error:  # of one request's options: the others go on
             fail_all((requests[row] for row in rows), error)
     tokens = scores.argmax(-1)
     sampled = [row for row, each in enumerate(requests) if each.options.config.do_sample and not each.is_finished]
     together = [row for row in sampled if requests[row].generator is None]
     for rows in ([together] if together else []) + [[row] for row in sampled if requests[row].generator is not None]:
-        index = torch.tensor(rows, device=logits.device)
         own = requests[rows[0]].generator
-        tokens[index] = torch.multinomial(scores[index].softmax(-1), 1, generator=own or generator)[:, 0]
+        tokens[rows] = torch.multinomial(scores[rows].softmax(-1), 1, generator=own or generator)[:, 0]
     logprobs = [None] * len(requests)
     if with_logprobs:
         logprobs = scores.log_softmax(-1).gather(1, tokens[:, None])[:, 0].tolist()
