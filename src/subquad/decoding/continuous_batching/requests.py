@@ -235,7 +235,7 @@ def choose_tokens(
         first = requests[rows[0]]
         ids = torch.tensor([first.text], device=logits.device) if first.options.reads_ids else None
         try:
-            part = scores if len(rows) == len(requests) else scores[rows]
+            part = scores[rows]
             for processor in first.processors:
                 part = processor(ids, part)
             scores[rows] = part
