@@ -31,8 +31,11 @@ from cases import (
 from fake_gpu import Graph, fake_graphs
 from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import GenerationConfig
 
 from subquad.decoding import cuda_graph, step
+from subquad.decoding.continuous_batching.batch import Batch
+from subquad.decoding.continuous_batching.requests import Options, Request
 from subquad.models import REGISTRY
 from subquad_kernels import backend, fused_step
 from subquad_kernels.backend import KernelError
@@ -207,6 +210,30 @@ def test_generate(case, way, calls, monkeypatch):
         assert model.generate(**options).equal(expected)
         texts = 2 if way == "guidance" else 1  # guided by those without the prompts
         assert calls.captures == texts and calls.replays >= 2 * times * texts
+
+
+@pytest.mark.quick_cases("rwkv6", "gecko")
+@each(EAGLE, FINCH, GOOSE, RAVEN_PURE, GECKO)
+def test_continuous_batching(case, calls):
+    """Requests that join and leave write to the states of a graph; each number of rows has one graph."""
+    model = case.model(num_hidden_layers=case.layer_kinds)
+    batch = Batch(model, most=6, piece=16, memory=0.5)
+    requests = []
+    for number in range(24):
+        own = Options(model, GenerationConfig(**{**GREEDY, "eos_token_id": -1, "max_new_tokens": 5 + number % 9}), {})
+        requests.append(Request(str(number), random_ids(1 + 7 * number % 20, seed=number).tolist(), own))
+    batch.waiting.extend(requests)
+    steps = 0
+    with torch.no_grad():
+        while batch.unfinished:
+            for _ in batch.step():
+                pass
+            steps += 1
+        for request in requests:
+            assert request.error is None and len(request.generated_tokens) == request.limit
+            logits = model(torch.tensor([request.text])).logits[0, len(request.prompt_ids) - 1 : -1]
+            assert logits.argmax(-1).tolist() == request.generated_tokens
+    assert calls.replays > steps / 2 and calls.captures <= 4
 
 
 @each(CASES["gecko-chunk-64"], RAVEN_FULL)

@@ -152,6 +152,16 @@ def test_chat(client, url, models):
         another.chat.completions.create(**request | {"model": str(models / "rwkv6")})
 
 
+def test_responses(client, url, models):
+    path = str(models / "world")
+    messages = [{"role": "user", "content": "Why?"}]
+    expected = continuation(*load(path), messages, max_new_tokens=20)
+    request = {"model": path, "input": messages, "temperature": 0, "max_output_tokens": 20}
+    assert client.responses.create(stream=False, **request).output_text == expected
+    events = client.responses.create(stream=True, **request)
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == expected
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_calls_of_tools(client, models, stream):
     """A call is read, whatever its form, and the answer ends where the model begins the user's next turn."""
