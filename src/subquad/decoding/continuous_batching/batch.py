@@ -87,6 +87,11 @@ class Batch:
         """All requests that have not ended."""
         return [*self.rows.requests, *(self.prompts.everybody if self.prompts else ()), *self.waiting]
 
+    @property
+    def has_work(self) -> bool:
+        """Whether there is a request that has not ended."""
+        return bool(self.waiting) or self.prompts is not None or self.rows.cache is not None
+
     def cancel(self, requests: list[Request]) -> None:
         """Ends requests before their time."""
         gone = set(requests)

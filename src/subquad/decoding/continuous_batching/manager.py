@@ -6,7 +6,7 @@ import functools
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -319,27 +319,32 @@ class RecurrentBatchingManager(ContinuousBatchingManager):
 
     # Answers.
 
-    def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
+    def get_result(
+        self, request_id: str | Container[str] | None = None, timeout: float | None = None
+    ) -> GenerationOutput | None:
         """
         Takes the oldest output that has not been taken.
 
         Args:
-            request_id: only outputs of this request.
+            request_id: only outputs of this request, or of these.
             timeout: the seconds to wait at most; None waits as long as an output can still come.
 
         Returns:
             the output; None if none has come.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._has_result(request_id) or not self._works(), timeout)
-            for number, output in enumerate(self._results):
-                if request_id in (None, output.request_id):
-                    del self._results[number]
-                    return output
-        return None
+        wanted = (request_id,) if isinstance(request_id, str) else request_id
 
-    def _has_result(self, request_id: str | None) -> bool:
-        return any(request_id in (None, output.request_id) for output in self._results)
+        def place() -> int | None:
+            found = (n for n, x in enumerate(self._results) if wanted is None or x.request_id in wanted)
+            return next(found, None)
+
+        with self._changed:
+            self._changed.wait_for(lambda: place() is not None or not self._works(), timeout)
+            if (number := place()) is None:
+                return None
+            output = self._results[number]
+            del self._results[number]
+            return output
 
     def __iter__(self) -> Iterator[GenerationOutput]:
         """The outputs of all requests as they come, as long as the manager runs."""
@@ -424,7 +429,7 @@ class RecurrentBatchingManager(ContinuousBatchingManager):
                 if cancelled:
                     batch.cancel(cancelled)
                     self._hand_over(cancelled)
-                if batch.unfinished:
+                if batch.has_work:
                     return True
                 if self._stops:
                     return False
@@ -533,7 +538,7 @@ def generate_batch(
         ends = [*(f"__child#{number}" for number in range(copies - 1)), ""]
         answers = dict.fromkeys(f"{name}{end}" for name in names for end in ends)
         for _ in tqdm(answers, desc="requests", disable=not progress_bar):
-            if (output := manager.get_result()) is None:
+            if (output := manager.get_result(answers)) is None:
                 raise RuntimeError("Continuous batching has failed.") from manager.fatal_error
             answers[output.request_id] = output
     return answers
