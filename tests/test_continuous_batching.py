@@ -473,8 +473,10 @@ def test_models_without_it():
 
 def test_fields_without_effect(caplog):
     model, (ids, *_) = finch(), prompts(1)
-    model.generate_batch([ids], continuous_batching_config=ContinuousBatchingConfig(page_size=64, use_cuda_graph=True))
-    assert "'page_size', 'use_cuda_graph'" in caplog.text
+    model.generate_batch(
+        [ids], continuous_batching_config=ContinuousBatchingConfig(num_blocks=64, use_cuda_graph=True)
+    )
+    assert "'num_blocks', 'use_cuda_graph'" in caplog.text
     assert model.generate_batch([]) == {}
     with pytest.raises(TypeError, match="no_such_argument"):
         model.init_continuous_batching(no_such_argument=1)

@@ -51,6 +51,7 @@ RECORDED = (
 PARTS = {
     "contract": ["contract"],
     "generation": [
+        "test_continuous_batching.py",
         "test_decoding_step.py",
         "test_cuda_graph.py",
         "test_prefix_cache.py",
