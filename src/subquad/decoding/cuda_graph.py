@@ -1,7 +1,8 @@
 """
 Decoding on a GPU: the kernels of one token are captured into a CUDA graph once and then replayed, instead of some
 thousand calls from Python that take longer than the kernels. Of RWKV, Raven and Gecko, these are kernels of whole
-blocks if there are few rows; of others, those that the model itself launches.
+blocks if there are few rows; of others, those that the model itself launches. If the cache records the past, the model's
+own kernels also write what each token adds to the record.
 """
 
 import functools
@@ -27,6 +28,7 @@ from ..modeling.layer_state import LayerState
 from ..modeling.padding import Tokens
 from .fused import ModelOfBlocks, find_fused
 from .step import EagerStep, Unsuitable, check_ids
+from .tape import Tape, take_from_tapes
 from .watch import Watch, look_up, weights_of
 
 
@@ -47,6 +49,7 @@ class Key(NamedTuple):
     settings: tuple[str | bool | None, ...]
     adapters: str
     stream: torch.cuda.Stream
+    records_past: bool
     shapes: tuple[tuple[str, torch.Size, torch.dtype], ...]
 
 
@@ -62,7 +65,7 @@ class CudaGraphStep:
     """
     The decoding step by CUDA graphs, see [`DecodingStep`]. The first token with states of new shapes is read by the
     model itself, the second one is captured. The model itself also reads a token while something observes torch's
-    operations, while the cache records the past, and where its states have to grow.
+    operations, where states have to grow, and where a record of the past begins.
     """
 
     kind = "cuda_graph"
@@ -101,7 +104,10 @@ class CudaGraphStep:
             return None
         if attention_mask is not None and (attention_mask.dim() != 2 or len(attention_mask) != self.batch_size):
             return None
-        if any(layer.record_past or layer.fresh_rows is not None for layer in cache.all_layers):
+        if any(layer.fresh_rows is not None for layer in cache.all_layers):
+            return None
+        records_past = cache.records_past
+        if records_past and not any(layer.records for layer in cache.all_layers):
             return None
         if (most := cache.fixed_until) is not None and cache.get_seq_length() >= most:
             return None
@@ -114,12 +120,13 @@ class CudaGraphStep:
         if device != model.device:
             return None
         captured, stream = self._captured, torch.cuda.current_stream(device)
-        of_model = weakref.ref(model), self._settings, model.adapters, stream
-        if captured is None or captured.key[:4] != of_model or not captured.is_held_by(cache):
+        made_for = weakref.ref(model), self._settings, model.adapters, stream, records_past
+        if captured is None or captured.key[:5] != made_for or not captured.is_held_by(cache):
+            take_from_tapes(cache)
             states = cache.named_states()
             if cache.batch_size != self.batch_size or any(x.device != device for x in states.values()):
                 return None
-            key = Key(*of_model, tuple((name, states[name].shape, states[name].dtype) for name in sorted(states)))
+            key = Key(*made_for, tuple((name, states[name].shape, states[name].dtype) for name in sorted(states)))
             free = (each for each in _kept if each.key == key and each.is_free_for(cache))
             captured, before, self._key = next(free, None), self._key, key
             # It is captured for the second token: there may be no second one, and a first one may change the shapes.
@@ -156,8 +163,6 @@ def make(
         raise Unsuitable(model.uncapturable)
     if type(cache) is not model.cache_class:
         raise Unsuitable(f"the cache is a {type(cache).__name__}.")
-    if cache.records_past:
-        raise Unsuitable("the cache records the past.")
     if any(module.training for module in model.modules()):
         raise Unsuitable("the model, or a part of it, is in training mode.")
     return CudaGraphStep(model, find_fused(architectures, model), cache, batch_size, alone)
@@ -171,6 +176,7 @@ class CapturedToken:
     Attributes:
         key: what it is made for.
         graphs: by whether there is a mask, the graph and the logits that it writes.
+        tape: what the tokens add to the records of a cache that records the past; else None.
     """
 
     def __init__(self, key: Key, model: PreTrainedModel, cache: RecurrentCache):
@@ -178,28 +184,34 @@ class CapturedToken:
         self.cache = model.new_cache(static=True)
         self.cache.set_states(cache.named_states())
         self.cache.seen_tokens = 0  # counted by Python, for the cache that holds the states
-        self._states = self.cache.named_states()
-        self._alone = self._uses()
-        self._held: list[weakref.ref[torch.Tensor]] = []
-        rows = cache.batch_size
+        self._states, rows = self.cache.named_states(), cache.batch_size
+        for layer in self.cache.all_layers:
+            layer.record_past = key.records_past
         with torch.inference_mode(False):
+            self.tape = Tape(rows, model.device) if key.records_past else None
             self._ids = torch.zeros(rows, 1, dtype=torch.long, device=model.device)
             self._mask = torch.ones(rows, 1, dtype=torch.bool, device=model.device)
+        self._alone = self._uses()
+        self._held: list[weakref.ref[torch.Tensor]] = []
 
-    def _uses(self) -> dict[str, int]:
-        """How many tensors have the memory of each state."""
-        return {name: torch._C._storage_Use_Count(x.untyped_storage()._cdata) for name, x in self._states.items()}
+    def _uses(self) -> dict[str | tuple, int]:
+        """How many tensors have the memory of each state, and of each part of the tape."""
+        tensors = self._states | ({} if self.tape is None else self.tape.tensors)
+        return {name: torch._C._storage_Use_Count(x.untyped_storage()._cdata) for name, x in tensors.items()}
 
     def is_held_by(self, cache: RecurrentCache) -> bool:
         """Whether a cache holds the states, and nobody else may need them as they are."""
         layers = cache.all_layers
         states = [x for layer in layers for x in layer.states.values()]
         same = len(states) == len(self._held) and all(map(operator.is_, states, [held() for held in self._held]))
+        same = same and (self.tape is None or self.tape.is_held_by(cache))
         return same and not any(layer.aliased for layer in layers)
 
     def is_free_for(self, cache: RecurrentCache) -> bool:
-        """Whether nobody but the cache holds any of the states."""
+        """Whether nobody but the cache holds any of the states, and nobody a part of the tape."""
         uses, lent = self._uses(), any(layer.aliased for layer in cache.all_layers)
+        if self.tape is not None and any(uses[name] > self._alone[name] for name in self.tape.tensors):
+            return False
         for name, x in cache.named_states().items():
             own = not lent and _is_same_memory(x, self._states[name])
             if not own and uses[name] > self._alone[name]:
@@ -212,28 +224,35 @@ class CapturedToken:
             # Graphs that belong to the same stream, and so are never replayed at the same time, share memory.
             others = [each for each in (*_kept, self) if each.key.stream == self.key.stream]
             pools = (graph.pool() for each in others for graph, _ in each.graphs.values())
+            take_from_tapes(cache)
             self._capture(model, fused, masked, next(pools, None))
         if self.is_held_by(cache):
             return
         _copy(cache.named_states(), self._states)
         with torch.inference_mode(False):
             cache.set_states({name: x.detach() for name, x in self._states.items()})
+            if self.tape is not None:
+                self.tape.start(cache)
         for layer in cache.all_layers:
             layer.aliased.clear()
+            if self.tape is None:
+                layer.records.clear()  # left from a recording that has ended
         self._held = [weakref.ref(x) for layer in cache.all_layers for x in layer.states.values()]
         _kept[:] = [*(each for each in _kept if each is not self), self][-MOST_GRAPHS:]
 
     def _capture(self, model: PreTrainedModel, fused: "FusedModel | None", masked: bool, pool: tuple | None) -> None:
         """Captures the kernels; `pool` is the memory that they may share."""
-        mask = self._mask if masked else None
-
-        blocks = _find_blocks(model, fused, len(self._ids))
-        read = functools.partial(EagerStep(model, self.cache, len(self._ids)), self._ids, mask)
+        mask, rows = self._mask if masked else None, len(self._ids)
+        # The kernels of whole blocks do not write what a token adds to a record.
+        blocks = _find_blocks(model, fused, rows) if self.tape is None else None
+        read = functools.partial(self._read_by_model, EagerStep(model, self.cache, rows), mask)
         current = torch.cuda.current_stream(model.device)
         if (stream := _streams.get(model.device)) is None:
             stream = _streams[model.device] = torch.cuda.Stream(model.device)
         graph = torch.cuda.CUDAGraph()
         before = {name: x.clone() for name, x in self._states.items()}
+        if self.tape is not None:
+            self.tape.rewind()
         stream.wait_stream(current)
         try:
             # The outer one restores the stream if the end of the capture raises an error.
@@ -250,7 +269,14 @@ class CapturedToken:
             _copy(before, self._states)
         if any(x is not self._states[name] for name, x in self.cache.named_states().items()):
             raise RuntimeError("the states have other shapes after a token")
+        self._alone = self._uses() | self._alone
         self.graphs[masked] = graph, logits
+
+    def _read_by_model(self, step: EagerStep, mask: torch.Tensor | None) -> torch.Tensor:
+        logits = step(self._ids, mask)
+        if self.tape is not None:
+            self.tape.write(self.cache)
+        return logits
 
     def read(
         self, cache: RecurrentCache, input_ids: torch.Tensor, attention_mask: torch.Tensor | None
@@ -263,6 +289,8 @@ class CapturedToken:
             self._mask.copy_(attention_mask[:, -1:])
         graph.replay()  # all of it or, with an error, nothing
         cache.seen_tokens += 1
+        if self.tape is not None:
+            self.tape.count += 1
         return out.copy_(logits)
 
 
