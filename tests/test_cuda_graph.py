@@ -309,7 +309,7 @@ def test_tokens_are_taken_back(case, calls):
     cache.activate_past_recording()
     other.activate_past_recording()
     for turn, (drafted, removed) in enumerate(((6, 4), (5, 0), (5, 6), (4, 5), (4, 2))):
-        read = compare(model, cache, other, drafted, masks=turn == 3, seed=10 * turn)
+        compare(model, cache, other, drafted, masks=turn == 3, seed=10 * turn)
         cache.crop(-removed)
         other.crop(-removed)
         assert_same_states(cache, other)

@@ -19,7 +19,7 @@ KINDS = ("configuration", "modeling", "processing")
 LIMITS = {
     "rwkv5": 5850,
     "rwkv6": 6100,
-    "rwkv7": 6150,
+    "rwkv7": 6250,
     "avey": 5350,
     "avey-b": 3650,
     "raven": 6700,

@@ -75,6 +75,8 @@ def make(
 
 # The kernels walk a sequence from end to end, or find first what enters its segments.
 SEGMENTS = {"triton_kernels.MIN_SEGMENT": 32}
+# Every 32 tokens are a slab.
+SLABS = {"slabs.TOKENS": 0, "slabs.LEAST": 32}
 PACKED = [(70,), (3, 0, 64, 1, 37), (1, 1, 1), (0, 5), (7, 0)]
 EXAMPLES = {
     "small": Example({"heads": 1}),
@@ -113,6 +115,24 @@ EXAMPLES["the same keys, bfloat16"] = Example(
 )
 # A CPU computes few chunks together.
 EXAMPLES["one chunk at a time"] = Example({"length": 100}, EAGER, patches={"eager.VALUES": 1})
+for length in (32, 33, 65, 97):
+    EXAMPLES[f"slabs, {length}"] = Example({"length": length, "decay": "extreme"}, patches=SLABS)
+for dtype, tolerance in ((torch.bfloat16, 1e-2), (torch.float16, 4e-3)):
+    given = {"length": 70, "heads": 1, "dtype": dtype, "state": False, "out_dtype": torch.float32}
+    EXAMPLES[f"slabs, {dtype}"] = Example(given, KERNELS, tolerance, SLABS)
+EXAMPLES["slabs, segments"] = Example(
+    {"length": 150, "heads": 1}, KERNELS, patches={"triton_kernels.MIN_SEGMENT": 16, **SLABS, "slabs.LEAST": 64}
+)
+for documents in ((3, 0, 64, 1, 37), (0, 70, 0, 1), (33, 31)):
+    EXAMPLES[f"slabs, documents {documents}"] = Example(
+        {"documents": documents, "heads": 1, "state": len(documents) > 2}, patches=SLABS
+    )
+EXAMPLES["slabs, documents, segments"] = Example(
+    {"documents": (3, 0, 100, 1, 45), "heads": 1},
+    KERNELS,
+    patches={"triton_kernels.MIN_SEGMENT": 16, **SLABS, "slabs.LEAST": 20},
+)
+EXAMPLES["slabs, wide heads"] = Example({"length": 70, "heads": 1, "key": 130, "value": 20}, KERNELS, patches=SLABS)
 EXAMPLES["padding"] = Example({"length": 40, "padding": (0, 1, 2, 17, 18, 39)})
 for length in (1, 17, 65):
     # The products are of numbers of 10 bits: in the interpreter, of 23.

@@ -1,6 +1,8 @@
 """What is special about the recurrence of Goose."""
 
+import pytest
 import torch
+from allocated import Allocated
 from kernel_cases import DEVICE, EACH, TRITON, relative_error
 from kernel_cases.delta_wkv import make
 
@@ -22,8 +24,9 @@ def test_schedules(monkeypatch):
         return [grid[0] for grid in launched]
 
     monkeypatch.setattr(triton_kernels, "multiprocessors", lambda x: 132)
-    assert programs(8, 4096, 64) == [512 * 17, 512]
-    chunks, found, multiplied, passed, output = programs(1, 65536, 64)
+    assert programs(8, 4096, 64) == 8 * [512 * 17, 512]  # in slabs of 512 tokens
+    chunks, found, multiplied, passed, output = programs(1, 4096, 64)
+    assert programs(1, 65536, 64) == 16 * [chunks, found, multiplied, passed, output]
     assert chunks >= 8000
     assert found == multiplied == output >= 500
     assert passed == 64 * 2
@@ -33,6 +36,28 @@ def test_schedules(monkeypatch):
         assert found == multiplied == output >= 500 and output % (2 * tiles) == 0
         assert passed == 2 * passes
     assert programs(1, 65536, 2, 512) == [2 * 4096, 2 * 32]
+
+
+@TRITON
+@pytest.mark.parametrize(("batch", "length"), [(8, 16384), (1, 65536)])
+def test_memory(monkeypatch, batch, length):
+    """Bytes beside the outputs and the gradients, for 64 heads of 64 channels in bfloat16."""
+    from subquad_kernels.delta_wkv import triton_kernels
+
+    monkeypatch.setattr(triton_kernels, "launch", lambda *args, **kwargs: None)
+    x = torch.empty(batch, length, 64, 64, dtype=torch.bfloat16, device="meta")
+    for cu_seqlens in (None, *[torch.empty(9, dtype=torch.int64, device="meta")] * (batch == 1)):
+        with Allocated() as forward:
+            out, state, passed = triton_kernels.delta_wkv_triton(*[x] * 6, None, cu_seqlens, x.dtype)
+        assert forward.peak - x.nbytes < 0.85e9
+        assert forward.bytes == out.nbytes + state.nbytes + passed.nbytes
+        with Allocated() as backward:
+            inputs = torch.empty_like(x), torch.empty_like(state), passed, *[x] * 6, None, cu_seqlens, x.dtype
+            triton_kernels.delta_wkv_triton_backward(*inputs)
+        assert backward.peak + passed.nbytes - 7 * x.nbytes < 0.85e9
+        with Allocated() as backward:  # as in a trace
+            triton_kernels.delta_wkv_triton_backward(*inputs[:2], None, *inputs[3:])
+        assert backward.peak - 6 * x.nbytes < 0.85e9
 
 
 @EACH

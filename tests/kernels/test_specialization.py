@@ -27,8 +27,8 @@ def run_wkv(kernels, length):
 def run_delta_wkv(kernels, length):
     x, state = empty(BATCH, length, HEADS, SIZE), empty(BATCH, HEADS, SIZE, SIZE)
     inputs = x, x, x, x, x, x, state, None, torch.float32
-    kernels.delta_wkv_triton(*inputs)
-    kernels.delta_wkv_triton_backward(x, state, *inputs)
+    passed = kernels.delta_wkv_triton(*inputs)[2]
+    kernels.delta_wkv_triton_backward(x, state, passed, *inputs)
 
 
 def run_token_shift(kernels, length):

@@ -26,10 +26,11 @@ def custom_op(
     gradients: int = 0,
     outputs: int = 1,
     saved: int = 0,
+    hints: int = 0,
 ) -> Callable:
     """
-    Registers an operator, and its backward pass as operator `name`_backward. Only the inputs are kept between them.
-    Returns the function to call, see [`_with_shortcut`].
+    Registers an operator, and its backward pass as operator `name`_backward. Only the inputs are kept between them,
+    but for `saved` and `hints`. Returns the function to call, see [`_with_shortcut`].
 
     Args:
         name: name of the operator.
@@ -44,6 +45,9 @@ def custom_op(
         gradients: number of leading inputs that have gradients.
         outputs: number of outputs.
         saved: number of trailing outputs that only the backward pass needs. It takes them instead of their gradients.
+        hints: number of further results of the implementations that spare the backward pass work, for which it has
+            arguments before the inputs. They are None in a trace, because their shapes may depend on sizes in a way
+            that a trace cannot express.
     """
     written = [n for n, x in enumerate(inspect.signature(eager).parameters) if x in mutates_args]
     operator = name.rstrip("_")
@@ -53,7 +57,7 @@ def custom_op(
     def make(*arguments):
         return fake(*(arguments if triton is None else arguments[:-1]))
 
-    def run(*arguments):
+    def run_all(*arguments):
         if arguments[0] is not None and arguments[0].numel() == 0:  # possibly nothing to do, as without rows
             results = make(*arguments)
             found = results if isinstance(results, tuple) else (results,)
@@ -61,15 +65,20 @@ def custom_op(
                 return results
         return run_any(*arguments)
 
-    op = _define(name, run, eager, triton, mutates_args)
+    def run_without_hints(*arguments):
+        return run_all(*arguments)[:outputs]
+
+    run = run_without_hints if hints else run_all
+    op = _define(name, run, eager, triton, mutates_args, hints)
     op.register_fake(make)
     if eager_backward is None:
         return _with_shortcut(op, run, written)
 
-    run_either = _choose(operator, eager_backward, triton and (lambda: triton()[1:]), outputs)
+    first = outputs + hints
+    run_either = _choose(operator, eager_backward, triton and (lambda: triton()[1:]), first)
 
     def given(arguments):
-        return [x for x in arguments[outputs : outputs + gradients] if x is not None]
+        return [x for x in arguments[first : first + gradients] if x is not None]
 
     def run_backward(*arguments):
         if not any(x is not None and x.numel() for x in arguments[:outputs]):
@@ -83,8 +92,8 @@ def custom_op(
     call_backward = _with_shortcut(backward, run_backward, [], transformed=transformed_backward)
 
     def keep(ctx, inputs, output):
-        kept = output[outputs - saved :] if saved else ()
-        ctx.mark_non_differentiable(*kept)
+        kept = (*output[outputs - saved :], *[None] * hints)[: saved + hints] if saved or hints else ()
+        ctx.mark_non_differentiable(*kept[:saved])
         ctx.save_for_backward(*(x if isinstance(x, torch.Tensor) else None for x in (*kept, *inputs)))
         ctx.options = [None if isinstance(x, torch.Tensor) else x for x in (*kept, *inputs)]
 
@@ -92,7 +101,7 @@ def custom_op(
         tensors = ctx.saved_tensors  # non-reentrant checkpointing returns them only once
         arguments = [option if x is None else x for x, option in zip(tensors, ctx.options, strict=True)]
         found = iter(call_backward(*grads[: outputs - saved], *arguments))
-        inputs = enumerate(arguments[saved:])
+        inputs = enumerate(arguments[saved + hints :])
         return tuple(next(found) if n < gradients and x is not None else None for n, x in inputs)
 
     op.register_autograd(differentiate, setup_context=keep)
@@ -100,9 +109,9 @@ def custom_op(
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *arguments):  # a separate setup_context would be slower
-            output = run(*arguments)
+            output = run_all(*arguments)
             keep(ctx, arguments, output)
-            return output
+            return output[:outputs] if hints else output
 
         backward = staticmethod(differentiate)
 
@@ -217,8 +226,10 @@ def _choose(operator: str, eager: Callable, triton: Callable | None, first: int 
     return run_eager if triton is None else run
 
 
-def _define(name, run, eager, triton, mutates_args=()):
+def _define(name, run, eager, triton, mutates_args=(), hints=0):
     schema = torch.library.infer_schema(eager, mutates_args=mutates_args)
+    if hints:
+        schema = schema.removesuffix(hints * ", Tensor" + ")") + ")"
     if triton is not None:
         schema = schema.replace(") -> ", ", str backend) -> ", 1)
     return torch.library.custom_op(f"{_NAMESPACE}::{name}", run, mutates_args=mutates_args, schema=schema)

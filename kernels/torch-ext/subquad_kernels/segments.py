@@ -137,9 +137,24 @@ class Segments:
         shortest: shortest segment for which computing its entering state pays off.
         cu_seqlens: boundaries of documents, or None.
         longest: documents longer than this are always cut.
+        start, total: the sequences are the tokens from `start` on of rows of `total` tokens, which `cu_seqlens`
+            describes; a document may have none among them. None means that they are the rows.
     """
 
-    def __init__(self, batch, length, *, chunk, programs, wanted, shortest, cu_seqlens=None, longest=None):
+    def __init__(
+        self,
+        batch,
+        length,
+        *,
+        chunk,
+        programs,
+        wanted,
+        shortest,
+        cu_seqlens=None,
+        longest=None,
+        start=0,
+        total=None,
+    ):
         # The number of documents is not used here, because their lengths may differ.
         segment = cdiv(cdiv(length * programs, wanted), chunk) * chunk
         segment = max(segment, shortest)
@@ -154,18 +169,19 @@ class Segments:
         self.segments = self.sequences * self.per_sequence
         self.boundaries = self.firsts = None
         if cu_seqlens is not None:
-            numbers = length, self.segment, self.sequences
+            numbers = length if total is None else total, start, length, self.segment, self.sequences
             self.boundaries, self.firsts = memoize_by_tensor(Segments._cut_documents, (cu_seqlens,), *numbers)
             self.segments = self.boundaries.shape[0]
         self.chunks = batch * length // chunk + self.segments + 1  # at most; the last one of a segment may be short
 
     @staticmethod
-    def _cut_documents(cu_seqlens, length, segment, sequences):
+    def _cut_documents(cu_seqlens, total, start, length, segment, sequences):
         """The first token of each segment and the one after its last; the first segment of each document, or None."""
         # Kernels must stay within the tensors, even with wrong boundaries. Nothing here synchronizes with the device.
-        bounds = cu_seqlens.long().clamp(0, length).cummax(0).values
-        rises = (bounds == cu_seqlens).all() & (bounds[0] == 0) & (bounds[-1] == length)
-        torch._assert_async(rises, f"`cu_seqlens` must rise from 0 to {length}.")
+        bounds = cu_seqlens.long().clamp(0, total).cummax(0).values
+        rises = (bounds == cu_seqlens).all() & (bounds[0] == 0) & (bounds[-1] == total)
+        torch._assert_async(rises, f"`cu_seqlens` must rise from 0 to {total}.")
+        bounds = bounds.clamp(start, start + length) - start
         if segment == length:
             return torch.stack((bounds[:-1], bounds[1:]), dim=1), None
         counts = ((bounds.diff() + segment - 1) // segment).clamp(min=1)

@@ -1,8 +1,8 @@
 """
 Decoding on a GPU: the kernels of one token are captured into a CUDA graph once and then replayed, instead of some
 thousand calls from Python that take longer than the kernels. Of RWKV, Raven and Gecko, these are kernels of whole
-blocks if there are few rows; of others, those that the model itself launches. If the cache records the past, the model's
-own kernels also write what each token adds to the record.
+blocks if there are few rows; of others, those that the model itself launches. If the cache records the past, they are
+the model's own kernels, and others that write what the token adds to the record.
 """
 
 import functools

@@ -36,6 +36,7 @@ _delta_wkv = custom_op(
     fake=_fake,
     gradients=7,
     outputs=2,
+    hints=1,
 )
 _delta_wkv_step = custom_op(
     "delta_wkv_step",

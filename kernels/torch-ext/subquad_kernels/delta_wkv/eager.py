@@ -19,6 +19,7 @@ from ..backend import cast, widest
 from ..chunks import ChunkLayout
 from ..documents import count_documents
 from ..state_pool import step_in_pool
+from .slabs import slabs
 
 
 # Tokens of a chunk. Larger triangular systems would cost more time than they save.
@@ -177,29 +178,43 @@ def delta_wkv_chunked(
     initial_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
     out_dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes [`subquad_kernels.delta_wkv`] in the widest dtype of the inputs."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """
+    Computes [`subquad_kernels.delta_wkv`] in the widest dtype of the inputs. The third result is the states that enter
+    the slabs except for the first, (slabs - 1, sequences, H, V, K), a hint for the backward pass.
+    """
     floats = r, k, v, log_w, kappa, a, initial_state
     *inputs, state = cast(widest(*floats), *floats)
     batch, length, heads, key_size = k.shape
     if state is None:
         state = inputs[2].new_zeros(count_documents(cu_seqlens, batch), heads, v.shape[-1], key_size)
-    out, span = torch.empty_like(v, dtype=out_dtype), length
+    out, span, of_tokens = torch.empty_like(v, dtype=out_dtype), length, slabs(k, cu_seqlens)
+    passed = state.new_empty(len(of_tokens) - 1, *state.shape)
     if cu_seqlens is None and k.device.type == "cpu":
         values_of_chunk = CHUNK * batch * heads * max(key_size, v.shape[-1])
         span = CHUNK * max(VALUES * torch.get_num_threads() // values_of_chunk, 1)
-    for start in range(0, length, span):
-        parts = [x[:, start : start + span] for x in inputs]
-        layout = ChunkLayout(parts[0].shape[1], cu_seqlens, k.device, CHUNK)
-        chunks = _Chunks(layout, *parts)
-        _, read, _, state = chunks.walk(chunks.v, state)
-        out[:, start : start + span] = layout.from_chunks(torch.unflatten(read, 0, (batch, heads)))
-    return out, state
+    for n, slab in enumerate(of_tokens):
+        if n:
+            passed[n - 1] = state
+        for start in range(slab.start, slab.stop, span):
+            tokens = slice(start, min(start + span, slab.stop))
+            chunks = _Chunks(_layout(tokens, k, cu_seqlens), *(x[:, tokens] for x in inputs))
+            _, read, _, state = chunks.walk(chunks.v, state)
+            out[:, tokens] = chunks.layout.from_chunks(torch.unflatten(read, 0, (batch, heads)))
+    return out, state, passed
+
+
+def _layout(tokens: slice, k: torch.Tensor, cu_seqlens: torch.Tensor | None) -> ChunkLayout:
+    """The chunks of some tokens of all rows. A document may have none of them."""
+    if cu_seqlens is not None and tokens.stop - tokens.start < k.shape[1]:
+        cu_seqlens = cu_seqlens.clamp(tokens.start, tokens.stop) - tokens.start
+    return ChunkLayout(tokens.stop - tokens.start, cu_seqlens, k.device, CHUNK)
 
 
 def delta_wkv_chunked_backward(
     grad_out: torch.Tensor,
     grad_state: torch.Tensor,
+    passed: torch.Tensor | None,
     r: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -211,14 +226,30 @@ def delta_wkv_chunked_backward(
     out_dtype: torch.dtype,
 ) -> list[torch.Tensor]:
     """
-    Gradients of r, k, v, log_w, kappa, a and, if it is given, initial_state. The forward pass is recomputed, so that
-    only its inputs are kept.
+    Gradients of r, k, v, log_w, kappa, a and, if it is given, initial_state. The forward pass of each slab is
+    recomputed from the states that enter it.
     """
     floats = r, k, v, log_w, kappa, a, initial_state
-    grad_out, grad_state, *inputs, initial_state = cast(widest(*floats), grad_out, grad_state, *floats)
-    layout = ChunkLayout(k.shape[1], cu_seqlens, k.device, CHUNK)
+    if passed is None:
+        passed = delta_wkv_chunked(*floats, cu_seqlens, out_dtype)[2] if len(slabs(k, cu_seqlens)) > 1 else ()
+    grad_out, grad_state, *inputs, initial = cast(widest(*floats), grad_out, grad_state, *floats)
+    initial = torch.zeros_like(grad_state) if initial is None else initial
+    found = []
+    for slab, states in reversed([*zip(slabs(k, cu_seqlens), (initial, *passed), strict=True)]):
+        layout = _layout(slab, k, cu_seqlens)
+        parts = [x[:, slab] for x in (grad_out, *inputs)]
+        *grads, grad_state = _slab_backward(layout, grad_state, states, *parts)
+        found.append(grads)
+    grads = [parts[0] if len(parts) == 1 else torch.cat(parts, 1) for parts in zip(*reversed(found), strict=True)]
+    return grads if initial_state is None else [*grads, grad_state]
+
+
+def _slab_backward(
+    layout: ChunkLayout, grad_state: torch.Tensor, states: torch.Tensor, grad_out: torch.Tensor, *inputs: torch.Tensor
+) -> list[torch.Tensor]:
+    """The gradients of r, k, v, log_w, kappa, a of a slab, and of the states that enter it."""
+    batch, _, heads, _ = inputs[0].shape
     chunks = _Chunks(layout, *inputs)
-    states = torch.zeros_like(grad_state) if initial_state is None else initial_state
     removed, _, entering, _ = chunks.walk(chunks.v, states)
     # The gradient of the state goes from the last chunk of each sequence to the first.
     g = layout.chunks_of(grad_out).flatten(0, 1).contiguous()
@@ -245,7 +276,5 @@ def delta_wkv_chunked_backward(
     dr = (others + now[0] * writes[0] + now[1] * writes[1]) * chunks.read_at
     dwritten, dk = ((x + y + z * reads[1]) * chunks.write_at for x, y, z in zip(near, far, now, strict=True))
     dkappa, da = chunks.a * dwritten + removals * chunks.remove_at, chunks.kappa * dwritten
-    grads = [
-        layout.from_chunks(torch.unflatten(x, 0, (k.shape[0], k.shape[2]))) for x in (dr, dk, dv, dlog_w, dkappa, da)
-    ]
-    return grads if initial_state is None else [*grads, grad_initial]
+    grads = (dr, dk, dv, dlog_w, dkappa, da)
+    return [*(layout.from_chunks(torch.unflatten(x, 0, (batch, heads))) for x in grads), grad_initial]

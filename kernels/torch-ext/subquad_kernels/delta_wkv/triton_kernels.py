@@ -14,6 +14,9 @@ in memory the two rows of a token are adjacent.
 The backward pass walks once from the first token to the last, for the states, and once from the last to the first,
 which is the transpose: reads and writes change roles. `_gradient_kernel` computes the other gradients.
 
+Long sequences are computed slab by slab (slabs.py). Tensors that pass between the kernels hold the tokens of one slab,
+and the backward pass of a slab begins with the states that enter it.
+
 Decays are taken relative to the middle of a chunk's decay, so that exponents are at most half of its logarithm.
 """
 
@@ -22,7 +25,21 @@ import triton
 import triton.language as tl
 
 from ..backend import block_size, cdiv, common_dtype, contiguous, launch, multiprocessors, next_power_of_2
+from ..documents import count_documents
 from ..segments import OF_LENGTH, Segments, dot, exp, expm1, operands, program, sum_where, tokens
+from .slabs import slabs
+
+
+# `APART` are the tokens by which a row of the caller's tensors is longer than a row of a slab.
+OF_SLAB = (*OF_LENGTH, "APART")
+
+
+@triton.jit
+def _skipped(segment, APART, SEGMENTS, PACKED: tl.constexpr):
+    """The tokens of earlier rows, before a segment, that are in the caller's tensors but not in the slab."""
+    if PACKED:
+        return 0
+    return (segment // SEGMENTS).to(tl.int64) * APART
 
 
 @triton.jit
@@ -42,7 +59,7 @@ def _level(rows, columns, block: tl.constexpr):
     return ((rows & (-2 * block)) == (columns & (-2 * block))) & ((rows & block) != 0) & ((columns & block) == 0)
 
 
-@triton.jit(do_not_specialize=OF_LENGTH)
+@triton.jit(do_not_specialize=OF_SLAB)
 def _chunk_kernel(
     r,
     k,
@@ -56,6 +73,7 @@ def _chunk_kernel(
     halves,
     boundaries,
     T,
+    APART,
     SEGMENT,
     SEGMENTS,
     H,
@@ -76,6 +94,7 @@ def _chunk_kernel(
     """
     slot, head, segment = program(H, SLOTS)
     begin, stop = tokens(boundaries, segment, T, SEGMENT, SEGMENTS, PACKED)
+    skipped = _skipped(segment, APART, SEGMENTS, PACKED)
     ts = tl.arange(0, C)
     rows, columns = ts[:, None], ts[None, :]
     for chunk in tl.range(slot, tl.cdiv(stop - begin, C).to(tl.int32), SLOTS):
@@ -91,7 +110,7 @@ def _chunk_kernel(
         for start in tl.static_range(0, K, BK):
             ks = start + tl.arange(0, BK)
             in_keys = there & (ks < K)[None, :]
-            cells = (first * H + head) * K + rows * (H * K) + ks[None, :]
+            cells = ((skipped + first) * H + head) * K + rows * (H * K) + ks[None, :]
             of_steps = (first * H + head) * (2 * K) + rows * (H * 2 * K) + ks[None, :]
             w, centred, half = _decays(log_w, cells, in_keys, C, DOT, PRECISION)
             tl.store(factors + of_chunk + ks, expm1(2 * half), mask=ks < K)
@@ -145,7 +164,7 @@ def _chunk_kernel(
             tl.store(reads + of_steps + K, (x * half).to(reads.dtype.element_ty), mask=in_keys)
 
 
-@triton.jit(do_not_specialize=OF_LENGTH)
+@triton.jit(do_not_specialize=OF_SLAB)
 def _state_kernel(
     q,
     x,
@@ -159,6 +178,7 @@ def _state_kernel(
     kept,
     boundaries,
     T,
+    APART,
     SEGMENT,
     SEGMENTS,
     H,
@@ -185,6 +205,7 @@ def _state_kernel(
     """
     tile, head, segment = program(H, TILES)
     begin, stop = tokens(boundaries, segment, T, SEGMENT, SEGMENTS, PACKED)
+    skipped = _skipped(segment, APART, SEGMENTS, PACKED)
     hs, ks, vs = tl.arange(0, 2 * C), tl.arange(0, BK), tile * BV + tl.arange(0, BV)
     ts, second = hs % C, hs >= C
     in_state = (vs < V)[:, None] & (ks < K)[None, :]
@@ -218,7 +239,7 @@ def _state_kernel(
             known = tl.where(second[None, :], 0.0, o)
         else:
             in_values = there[:, None] & (vs < V)[None, :]
-            of_values = (first * H + head) * V + (ts * (H * V))[:, None] + vs[None, :]
+            of_values = ((skipped + first) * H + head) * V + (ts * (H * V))[:, None] + vs[None, :]
             given = tl.load(values + of_values, mask=in_values & second[:, None], other=0.0)
             y_chunk = tl.trans(given.to(tl.float32))
             pairs = (first * H + head) * (4 * C) + (ts * (H * 4 * C) + hs // C * (2 * C))[:, None] + hs[None, :]
@@ -235,7 +256,8 @@ def _state_kernel(
                 tl.store(out + of_values, result, mask=in_values & second[:, None])
             if between is not None:
                 result = tl.trans(o).to(between.dtype.element_ty)
-                tl.store(between + of_values, result, mask=in_values & (second == 0)[:, None])
+                of_between = (first * H + head) * V + (ts * (H * V))[:, None] + vs[None, :]
+                tl.store(between + of_between, result, mask=in_values & (second == 0)[:, None])
         state += state * factor[None, :]
         state += dot(known, x_chunk, DOT, PRECISION)
     if final is not None:
@@ -304,7 +326,7 @@ def _pass_kernel(
     tl.store(final + here + cells, state, mask=in_state)
 
 
-@triton.jit(do_not_specialize=OF_LENGTH)
+@triton.jit(do_not_specialize=OF_SLAB)
 def _gradient_kernel(
     grad_out,
     grad_between,
@@ -324,6 +346,7 @@ def _gradient_kernel(
     da,
     boundaries,
     T,
+    APART,
     SEGMENT,
     SEGMENTS,
     H,
@@ -345,6 +368,7 @@ def _gradient_kernel(
     """
     place, head, segment = program(H, SLOTS)
     begin, stop = tokens(boundaries, segment, T, SEGMENT, SEGMENTS, PACKED)
+    skipped = _skipped(segment, APART, SEGMENTS, PACKED)
     ts, ks, vs = tl.arange(0, C), place % TILES * BK + tl.arange(0, BK), tl.arange(0, BV)
     rows, columns = ts[:, None], ts[None, :]
     for chunk in tl.range(place // TILES, tl.cdiv(stop - begin, C).to(tl.int32), SLOTS // TILES):
@@ -365,17 +389,18 @@ def _gradient_kernel(
         grad_total = tl.zeros((BK,), tl.float32)
         for start in tl.static_range(0, V, BV):
             in_values = there & (start + vs < V)[None, :]
-            values = (first * H + head) * V + rows * (H * V) + start + vs[None, :]
+            of_between = (first * H + head) * V + rows * (H * V) + start + vs[None, :]
+            values = ((skipped + first) * H + head) * V + rows * (H * V) + start + vs[None, :]
             cells = of_states + (start + vs)[:, None] * K + ks[None, :]
             in_state = (start + vs < V)[:, None] & (ks < K)[None, :]
             state = tl.load(chunk_states + cells, mask=in_state, other=0.0)
             grad_state = tl.load(chunk_grads + cells, mask=in_state, other=0.0)
             grad_total += tl.sum(state.to(tl.float32) * grad_state.to(tl.float32), 0)
-            g_first = tl.load(grad_between + values, mask=in_values, other=0.0)
+            g_first = tl.load(grad_between + of_between, mask=in_values, other=0.0)
             g_second = tl.load(grad_out + values, mask=in_values, other=0.0)
             grad_removal += dot(g_first, state, DOT, PRECISION)
             grad_r += dot(g_second, state, DOT, PRECISION)
-            x_first = tl.load(between + values, mask=in_values, other=0.0)
+            x_first = tl.load(between + of_between, mask=in_values, other=0.0)
             x_second = tl.load(v + values, mask=in_values, other=0.0)
             far_removal += dot(x_first, grad_state, DOT, PRECISION)
             far_k += dot(x_second, grad_state, DOT, PRECISION)
@@ -393,7 +418,7 @@ def _gradient_kernel(
         scores_sf = tl.where(columns < rows, scores_sf, 0.0)
         scores_ss = tl.where(columns < rows, scores_ss, 0.0)
 
-        keys = (first * H + head) * K + rows * (H * K) + ks[None, :]
+        keys = ((skipped + first) * H + head) * K + rows * (H * K) + ks[None, :]
         in_keys = there & (ks < K)[None, :]
         w, centred, half = _decays(log_w, keys, in_keys, C, DOT, PRECISION)
         to_start, to_end, half = exp(centred - w), exp(-centred), exp(half)[None, :]
@@ -491,11 +516,11 @@ MAX_CUT = 256
 
 
 class _Plan(Segments):
-    """The division of work into programs, and their common inputs."""
+    """The division of a slab's work into programs, and their common inputs."""
 
-    def __init__(self, r, k, v, log_w, kappa, a, cu_seqlens):
-        batch, length, heads, key_size = k.shape
-        value_size = v.shape[-1]
+    def __init__(self, slab, r, k, v, log_w, kappa, a, cu_seqlens):
+        batch, total, heads, key_size = k.shape
+        value_size, length = v.shape[-1], slab.stop - slab.start
         # Products use the dtype of their operands in memory.
         self.dtype = torch.bfloat16 if common_dtype(r, k, v) == torch.bfloat16 else torch.float32
         block_k = block_size(key_size)
@@ -513,20 +538,24 @@ class _Plan(Segments):
             wanted=4 * multiprocessors(k),
             shortest=MIN_SEGMENT if key_size <= MAX_CUT else length,
             cu_seqlens=cu_seqlens,
+            start=slab.start,
+            total=total,
         )
         self.multiprocessors = multiprocessors(k)
-        self.geometry = (self.boundaries, length, self.segment, self.per_sequence, heads)
+        self.geometry = (self.boundaries, length, total - length, self.segment, self.per_sequence, heads)
         products = operands(common_dtype(r, k, v))
         self.constants = {"K": key_size, "C": CHUNK, **products, "PACKED": cu_seqlens is not None}
         self.block_v = block_v
 
-        self.reads, self.writes = k.new_empty(2, *k.shape[:3], 2, key_size, dtype=self.dtype).unbind()
-        self.solved = k.new_empty(*k.shape[:3], 2, 2 * CHUNK, dtype=self.dtype)
+        self.tokens = batch, length, heads
+        self.reads, self.writes = k.new_empty(2, *self.tokens, 2, key_size, dtype=self.dtype).unbind()
+        self.solved = k.new_empty(*self.tokens, 2, 2 * CHUNK, dtype=self.dtype)
         self.factors, halves = k.new_empty(2, self.chunks, heads, key_size, dtype=torch.float32).unbind()
         # A warp by itself needs no barriers.
         self.launch(
             _chunk_kernel,
-            *(r, k, log_w, kappa, a, self.reads, self.writes, self.solved, self.factors, halves),
+            *(x[:, slab] for x in (r, k, log_w, kappa, a)),
+            *(self.reads, self.writes, self.solved, self.factors, halves),
             programs=self.slots(64),
             LEVELS=CHUNK.bit_length() - 1,
             BK=min(block_k, 32),
@@ -555,14 +584,15 @@ class _Plan(Segments):
             **self.walking,
         )
 
-    def entering(self, values, initial, reverse):
-        """The states that enter the segments and that leave the sequences; in reverse, their gradients."""
+    def entering(self, values, initial, final, reverse):
+        """
+        The states that enter the segments; in reverse, their gradients. If sequences are cut, those that leave them
+        are written to `final`, which may be `initial`.
+        """
         if self.whole:
-            return initial, None
-        shape = self.heads, self.value_size, self.key_size
-        states = values.new_empty(self.segments, *shape, dtype=torch.float32)
+            return initial
+        states = values.new_empty(self.segments, *final.shape[1:], dtype=torch.float32)
         passing = values.new_empty(self.segments, self.heads, self.key_size, self.key_size, dtype=torch.float32)
-        final = values.new_empty(self.sequences, *shape, dtype=torch.float32)
         self.walk(values, None, reverse=reverse, final=states)
         self.walk(None, None, reverse=reverse, final=passing)
         block, block_k = min(block_size(self.value_size), 32), block_size(self.key_size)
@@ -581,63 +611,78 @@ class _Plan(Segments):
             REVERSE=reverse,
             PACKED=self.boundaries is not None,
         )
-        return states, final
+        return states
 
-    def outputs(self, values, initial, reverse, **written):
-        """Writes the outputs. Returns the states that leave the sequences; in reverse, the gradients of `initial`."""
-        states, final = self.entering(values, initial, reverse)
-        leaving = None
-        if final is None:
-            shape = self.sequences, self.heads, self.value_size, self.key_size
-            leaving = final = values.new_empty(shape, dtype=torch.float32)
-        self.walk(values, states, reverse=reverse, final=leaving, **written)
-        return final
+    def outputs(self, values, initial, final, reverse, **written):
+        """
+        Writes the outputs, and the states that leave the sequences to `final`, which may be `initial`; in reverse,
+        their gradients.
+        """
+        states = self.entering(values, initial, final, reverse)
+        self.walk(values, states, reverse=reverse, final=final if self.whole else None, **written)
 
 
 def delta_wkv_triton(r, k, v, log_w, kappa, a, initial_state, cu_seqlens, out_dtype):
-    """Computes [`subquad_kernels.delta_wkv`]."""
+    """Computes [`subquad_kernels.delta_wkv`]. Also returns the states that enter all slabs but the first."""
     r, k, v, log_w, kappa, a = contiguous(r, k, v, log_w, kappa, a)
-    if initial_state is not None:
-        initial_state = initial_state.float().contiguous()
-    out = torch.empty_like(v, dtype=out_dtype)
-    plan = _Plan(r, k, v, log_w, kappa, a, cu_seqlens)
-    return out, plan.outputs(v, initial_state, False, out=out)
+    entering = None if initial_state is None else initial_state.float().contiguous()
+    out, of_tokens = torch.empty_like(v, dtype=out_dtype), slabs(k, cu_seqlens)
+    shape = count_documents(cu_seqlens, k.shape[0]), k.shape[2], v.shape[-1], k.shape[-1]
+    passed = v.new_empty(len(of_tokens) - 1, *shape, dtype=torch.float32)
+    final = v.new_empty(shape, dtype=torch.float32)
+    for slab, leaving in zip(of_tokens, (*passed, final), strict=True):
+        plan = _Plan(slab, r, k, v, log_w, kappa, a, cu_seqlens)
+        plan.outputs(v[:, slab], entering, leaving, False, out=out[:, slab])
+        entering, plan = leaving, None  # its memory is for the next one
+    return out, final, passed
 
 
-def delta_wkv_triton_backward(grad_out, grad_state, r, k, v, log_w, kappa, a, initial_state, cu_seqlens, out_dtype):
+def delta_wkv_triton_backward(
+    grad_out, grad_state, passed, r, k, v, log_w, kappa, a, initial_state, cu_seqlens, out_dtype
+):
     """
     Gradients of r, k, v, log_w, kappa, a and, if it is given, initial_state. The states that enter the chunks are
-    recomputed, and kept in the dtype of the products during the pass.
+    recomputed from those that enter the slabs, `passed`; if these are None, they are recomputed, too.
     """
-    grad_out, r, k, v, log_w, kappa, a = contiguous(grad_out, r, k, v, log_w, kappa, a)
+    of_tokens = slabs(k, cu_seqlens)
+    if passed is None:
+        inputs = r, k, v, log_w, kappa, a, initial_state, cu_seqlens, out_dtype
+        passed = delta_wkv_triton(*inputs)[2] if len(of_tokens) > 1 else ()
+    grad_out, *inputs = contiguous(grad_out, r, k, v, log_w, kappa, a)
     grad_state = grad_state.float().contiguous()
-    if initial_state is not None:
-        initial_state = initial_state.float().contiguous()
-    plan = _Plan(r, k, v, log_w, kappa, a, cu_seqlens)
-    shape = plan.chunks, plan.heads, plan.value_size, plan.key_size
-    kept = k.new_empty(2, *shape, dtype=plan.dtype)
-    between, grad_between = v.new_empty(2, *v.shape, dtype=plan.dtype).unbind()
-    states = plan.entering(v, initial_state, reverse=False)[0]
-    plan.walk(v, states, reverse=False, between=between, kept=kept[0])
-    dv = torch.empty_like(v)
-    grad_initial = plan.outputs(grad_out, grad_state, True, out=dv, between=grad_between, kept=kept[1])
+    initial = None if initial_state is None else initial_state.float().contiguous()
+    grads, grad_initial = [torch.empty_like(x) for x in inputs], torch.empty_like(grad_state)
+    for slab, entering in reversed([*zip(of_tokens, (initial, *passed), strict=True)]):
+        _slab_backward(slab, grad_out, grad_state, entering, inputs, cu_seqlens, grads, grad_initial)
+        grad_state = grad_initial
+    return grads if initial_state is None else [*grads, grad_initial]
 
-    grads = [torch.empty_like(x) for x in (r, k, log_w, kappa, a)]
+
+def _slab_backward(slab, grad_out, grad_state, entering, inputs, cu_seqlens, grads, grad_initial):
+    """
+    Writes the gradients of a slab's tokens, and of the states that enter it. The states that enter the chunks are kept
+    in the dtype of the products.
+    """
+    plan = _Plan(slab, *inputs, cu_seqlens)
+    grad_out, r, k, v, log_w, kappa, a = (x[:, slab] for x in (grad_out, *inputs))
+    dr, dk, dv, dw, dkappa, da = (x[:, slab] for x in grads)
+    kept = k.new_empty(2, plan.chunks, *grad_state.shape[1:], dtype=plan.dtype)
+    between, grad_between = v.new_empty(2, *plan.tokens, plan.value_size, dtype=plan.dtype).unbind()
+    states = plan.entering(v, entering, torch.empty_like(grad_state), False)
+    plan.walk(v, states, reverse=False, between=between, kept=kept[0])
+    plan.outputs(grad_out, grad_state, grad_initial, True, out=dv, between=grad_between, kept=kept[1])
     block = min(plan.walking["BK"], 32)
     tiles = cdiv(plan.key_size, block)
     plan.launch(
         _gradient_kernel,
-        *(grad_out, grad_between, between, r, k, v, log_w, kappa, a, *kept, *grads),
+        *(grad_out, grad_between, between, r, k, v, log_w, kappa, a, *kept, dr, dk, dw, dkappa, da),
         programs=tiles * plan.slots(16),
-        V=v.shape[-1],
+        V=plan.value_size,
         TILES=tiles,
         BK=block,
-        BV=min(block_size(v.shape[-1]), 32),
+        BV=min(block_size(plan.value_size), 32),
         num_warps=1 if plan.dtype == torch.bfloat16 else 4,
     )
-    dr, dk, dw, dkappa, da = grads
-    grads = [dr, dk, dv, dw, dkappa, da]
-    return grads if initial_state is None else [*grads, grad_initial]
 
 
 def delta_wkv_triton_step(r, k, v, log_w, kappa, a, state, new_state, indices, out_dtype):
