@@ -70,7 +70,6 @@ def _chunk_kernel(
     writes,
     solved,
     factors,
-    halves,
     boundaries,
     T,
     APART,
@@ -90,7 +89,7 @@ def _chunk_kernel(
     State-independent tensors for every chunk whose number in its segment is `slot` modulo `SLOTS`. Per half step: the
     factors of a read of the entering state (`reads`), the contribution of a write to the leaving state (`writes`), and
     the weights of the known value of each half step in a read (`solved`): for a second half step its value, for a
-    first one a change of its readout. Also exp(summed log decay) - 1 of the chunk, and half of that sum.
+    first one a change of its readout. Also exp(summed log decay) - 1 of the chunk.
     """
     slot, head, segment = program(H, SLOTS)
     begin, stop = tokens(boundaries, segment, T, SEGMENT, SEGMENTS, PACKED)
@@ -100,7 +99,7 @@ def _chunk_kernel(
     for chunk in tl.range(slot, tl.cdiv(stop - begin, C).to(tl.int32), SLOTS):
         first = begin + chunk * C
         there = rows < stop - first
-        of_chunk = ((begin // C + segment + chunk) * H + head) * K
+        of_steps = (first * H + head) * (2 * K) + rows * (H * 2 * K)
 
         # Weights of others' first and second writes in the first and second reads of a token.
         removed = tl.zeros((C, C), tl.float32)
@@ -111,23 +110,25 @@ def _chunk_kernel(
             ks = start + tl.arange(0, BK)
             in_keys = there & (ks < K)[None, :]
             cells = ((skipped + first) * H + head) * K + rows * (H * K) + ks[None, :]
-            of_steps = (first * H + head) * (2 * K) + rows * (H * 2 * K) + ks[None, :]
             w, centred, half = _decays(log_w, cells, in_keys, C, DOT, PRECISION)
+            of_chunk = ((begin // C + segment + chunk) * H + head) * K
             tl.store(factors + of_chunk + ks, expm1(2 * half), mask=ks < K)
-            tl.store(halves + of_chunk + ks, half, mask=ks < K)
 
-            to_end, removal = exp(-centred), tl.load(kappa + cells, mask=in_keys, other=0.0).to(tl.float32)
+            half, to_end = exp(half)[None, :], exp(-centred)
+            removal = tl.load(kappa + cells, mask=in_keys, other=0.0).to(tl.float32)
+            z_removal = tl.load(a + cells, mask=in_keys, other=0.0).to(tl.float32) * removal * to_end
+            z = tl.load(k + cells, mask=in_keys, other=0.0).to(tl.float32) * to_end
+            of_write = writes + of_steps + ks[None, :]
+            tl.store(of_write, (z_removal * half).to(writes.dtype.element_ty), mask=in_keys)
+            tl.store(of_write + K, (z * half).to(writes.dtype.element_ty), mask=in_keys)
+            z_removal, z = tl.trans(z_removal.to(DOT)), tl.trans(z.to(DOT))
             x_removal = (-removal * exp(centred - w)).to(reads.dtype.element_ty)
             x = tl.load(r + cells, mask=in_keys, other=0.0).to(tl.float32) * exp(centred)
             x = x.to(reads.dtype.element_ty)
-            z_removal = tl.load(a + cells, mask=in_keys, other=0.0).to(tl.float32) * removal * to_end
-            z = tl.load(k + cells, mask=in_keys, other=0.0).to(tl.float32) * to_end
-            tl.store(reads + of_steps, x_removal, mask=in_keys)
-            tl.store(reads + of_steps + K, x, mask=in_keys)
-            half = exp(half)[None, :]
-            tl.store(writes + of_steps, (z_removal * half).to(writes.dtype.element_ty), mask=in_keys)
-            tl.store(writes + of_steps + K, (z * half).to(writes.dtype.element_ty), mask=in_keys)
-            z_removal, z = tl.trans(z_removal.to(DOT)), tl.trans(z.to(DOT))
+            of_read = reads + of_steps + ks[None, :]
+            if BK < K:
+                tl.store(of_read, (x_removal * half).to(reads.dtype.element_ty), mask=in_keys)
+                tl.store(of_read + K, (x * half).to(reads.dtype.element_ty), mask=in_keys)
             removed += dot(x_removal, z_removal, DOT, PRECISION)
             removed_values += dot(x_removal, z, DOT, PRECISION)
             read += dot(x, z_removal, DOT, PRECISION)
@@ -150,18 +151,23 @@ def _chunk_kernel(
         tl.store(pairs + 2 * C, dot(read, inverse, DOT, PRECISION).to(solved.dtype.element_ty), mask=there)
         tl.store(pairs + 3 * C, read_values.to(solved.dtype.element_ty), mask=there)
 
-        tl.debug_barrier()  # other threads wrote the values read here
-        for start in tl.static_range(0, K, BK):
-            ks = start + tl.arange(0, BK)
-            in_keys = there & (ks < K)[None, :]
-            of_steps = (first * H + head) * (2 * K) + rows * (H * 2 * K) + ks[None, :]
-            half = exp(tl.load(halves + of_chunk + ks, mask=ks < K, other=0.0))[None, :]
-            x_removal = tl.load(reads + of_steps, mask=in_keys, other=0.0)
-            x = tl.load(reads + of_steps + K, mask=in_keys, other=0.0)
+        if BK >= K:
             x_removal = dot(inverse, x_removal, DOT, PRECISION)
             x = x.to(tl.float32) + dot(read, x_removal, DOT, PRECISION)
-            tl.store(reads + of_steps, (x_removal * half).to(reads.dtype.element_ty), mask=in_keys)
-            tl.store(reads + of_steps + K, (x * half).to(reads.dtype.element_ty), mask=in_keys)
+            tl.store(of_read, (x_removal * half).to(reads.dtype.element_ty), mask=in_keys)
+            tl.store(of_read + K, (x * half).to(reads.dtype.element_ty), mask=in_keys)
+        else:
+            tl.debug_barrier()  # other threads wrote the values read here
+            for start in tl.static_range(0, K, BK):
+                ks = start + tl.arange(0, BK)
+                in_keys = there & (ks < K)[None, :]
+                of_read = reads + of_steps + ks[None, :]
+                x_removal = tl.load(of_read, mask=in_keys, other=0.0)
+                x = tl.load(of_read + K, mask=in_keys, other=0.0).to(tl.float32)
+                x_removal = dot(inverse, x_removal, DOT, PRECISION)
+                x += dot(read, x_removal, DOT, PRECISION)
+                tl.store(of_read, x_removal.to(reads.dtype.element_ty), mask=in_keys)
+                tl.store(of_read + K, x.to(reads.dtype.element_ty), mask=in_keys)
 
 
 @triton.jit(do_not_specialize=OF_SLAB)
@@ -528,6 +534,11 @@ class _Plan(Segments):
         block_v = block_size(value_size, min(64, max(16, 16384 // row)))
         # Chunks that are read ahead would not fit in the shared memory of every GPU if heads are wide.
         self.walking = {"BK": block_k, "STAGES": 3 if row <= 256 else 1, "num_warps": 4}
+        # 16 warps then share a multiprocessor, and hide what each of them waits for. A few values are spilled.
+        half = self.dtype == torch.bfloat16
+        self.sharing = {"maxnreg": 128} if half and torch.version.hip is None else {}
+        if block_k <= 64:
+            self.walking |= self.sharing
         self.tiles = cdiv(value_size, block_v)
         self.heads, self.key_size, self.value_size = heads, key_size, value_size
         super().__init__(
@@ -550,16 +561,16 @@ class _Plan(Segments):
         self.tokens = batch, length, heads
         self.reads, self.writes = k.new_empty(2, *self.tokens, 2, key_size, dtype=self.dtype).unbind()
         self.solved = k.new_empty(*self.tokens, 2, 2 * CHUNK, dtype=self.dtype)
-        self.factors, halves = k.new_empty(2, self.chunks, heads, key_size, dtype=torch.float32).unbind()
-        # A warp by itself needs no barriers.
+        self.factors = k.new_empty(self.chunks, heads, key_size, dtype=torch.float32)
         self.launch(
             _chunk_kernel,
             *(x[:, slab] for x in (r, k, log_w, kappa, a)),
-            *(self.reads, self.writes, self.solved, self.factors, halves),
+            *(self.reads, self.writes, self.solved, self.factors),
             programs=self.slots(64),
             LEVELS=CHUNK.bit_length() - 1,
-            BK=min(block_k, 32),
-            num_warps=1 if self.dtype == torch.bfloat16 else 4,
+            BK=min(block_k, 64),
+            num_warps=2 if half else 4,
+            **self.sharing,
         )
 
     def slots(self, waves):
@@ -671,7 +682,9 @@ def _slab_backward(slab, grad_out, grad_state, entering, inputs, cu_seqlens, gra
     states = plan.entering(v, entering, torch.empty_like(grad_state), False)
     plan.walk(v, states, reverse=False, between=between, kept=kept[0])
     plan.outputs(grad_out, grad_state, grad_initial, True, out=dv, between=grad_between, kept=kept[1])
-    block = min(plan.walking["BK"], 32)
+    # Single precision has operands twice as large.
+    most = 64 if plan.dtype == torch.bfloat16 else 32
+    block = min(plan.walking["BK"], most)
     tiles = cdiv(plan.key_size, block)
     plan.launch(
         _gradient_kernel,
@@ -680,8 +693,9 @@ def _slab_backward(slab, grad_out, grad_state, entering, inputs, cu_seqlens, gra
         V=plan.value_size,
         TILES=tiles,
         BK=block,
-        BV=min(block_size(plan.value_size), 32),
-        num_warps=1 if plan.dtype == torch.bfloat16 else 4,
+        BV=min(block_size(plan.value_size), most),
+        num_warps=4,
+        **plan.sharing,
     )
 
 
