@@ -4,7 +4,7 @@ import pytest
 import torch
 from allocated import Allocated
 from kernel_cases import DEVICE, EACH, TRITON, relative_error
-from kernel_cases.delta_wkv import make
+from kernel_cases.delta_wkv import OPERATOR, make
 
 from subquad_kernels import delta_wkv, delta_wkv_state
 
@@ -58,6 +58,22 @@ def test_memory(monkeypatch, batch, length):
         with Allocated() as backward:  # as in a trace
             triton_kernels.delta_wkv_triton_backward(*inputs[:2], None, *inputs[3:])
         assert backward.peak - 6 * x.nbytes < 0.85e9
+
+
+@EACH
+def test_slabs_of_a_trace(backend, monkeypatch):
+    """It has no states that enter them, so the backward pass computes these again."""
+    OPERATOR.patch(monkeypatch, OPERATOR.examples["slabs, 97"])
+    inputs = make(1, 70, heads=1)
+
+    def loss(inputs):
+        out, state = delta_wkv(**inputs, backend=backend)
+        return out.square().sum() + state.square().sum()
+
+    leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+    expected = torch.autograd.grad(loss(leaves), leaves.values())
+    for found, wanted in zip(torch.func.grad(loss)(inputs).values(), expected, strict=True):
+        assert relative_error(found, wanted.double()) < 1e-6
 
 
 @EACH

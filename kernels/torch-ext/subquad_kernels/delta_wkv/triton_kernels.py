@@ -536,9 +536,7 @@ class _Plan(Segments):
         self.walking = {"BK": block_k, "STAGES": 3 if row <= 256 else 1, "num_warps": 4}
         # 16 warps then share a multiprocessor, and hide what each of them waits for. A few values are spilled.
         half = self.dtype == torch.bfloat16
-        self.sharing = {"maxnreg": 128} if half and torch.version.hip is None else {}
-        if block_k <= 64:
-            self.walking |= self.sharing
+        self.sharing = {"maxnreg": 128} if half and block_k <= 64 and torch.version.hip is None else {}
         self.tiles = cdiv(value_size, block_v)
         self.heads, self.key_size, self.value_size = heads, key_size, value_size
         super().__init__(
@@ -593,6 +591,7 @@ class _Plan(Segments):
             BV=block,
             REVERSE=reverse,
             **self.walking,
+            **self.sharing,
         )
 
     def entering(self, values, initial, final, reverse):
