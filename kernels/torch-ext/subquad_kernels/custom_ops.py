@@ -30,7 +30,7 @@ def custom_op(
 ) -> Callable:
     """
     Registers an operator, and its backward pass as operator `name`_backward. Only the inputs are kept between them,
-    but for `saved` and `hints`. Returns the function to call, see [`_with_shortcut`].
+    except for `saved` and `hints`. Returns the function to call, see [`_with_shortcut`].
 
     Args:
         name: name of the operator.
