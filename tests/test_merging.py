@@ -17,14 +17,14 @@ from subquad_tokenizers.merging import merge
 KINDS = ("configuration", "modeling", "processing")
 # The maximum number of lines of Python in a repository, without those of its tokenizer.
 LIMITS = {
-    "rwkv5": 5850,
-    "rwkv6": 6100,
+    "rwkv5": 5900,
+    "rwkv6": 6150,
     "rwkv7": 6250,
     "avey": 5350,
     "avey-b": 3650,
-    "raven": 6700,
-    "gecko": 8500,
-    "visual_rwkv": 6750,
+    "raven": 6750,
+    "gecko": 8550,
+    "visual_rwkv": 6800,
 }
 each_architecture = pytest.mark.parametrize("architecture", REGISTRY.values(), ids=list(REGISTRY))
 
