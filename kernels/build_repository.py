@@ -15,6 +15,16 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 
 
+# The package that compiles C. It is imported absolutely, and in a repository it is part of the other one.
+LOADER = "subquad_native"
+
+
+def collect(source: Path) -> dict[str, bytes]:
+    """The code in a folder, by its path there."""
+    paths = sorted(path for path in source.rglob("*") if path.suffix in (".c", ".h", ".py"))
+    return {path.relative_to(source).as_posix(): path.read_bytes() for path in paths}
+
+
 def build(destination: Path) -> None:
     """
     Writes the repository into a new directory.
@@ -26,9 +36,11 @@ def build(destination: Path) -> None:
     settings.read(HERE / "build.toml", encoding="utf-8")
     general = {name: json.loads(value) for name, value in settings["general"].items()}
     name = general["name"].replace("-", "_")
-    source = HERE / "torch-ext" / name
-    paths = sorted(path for path in source.rglob("*") if path.suffix in (".c", ".h", ".py"))
-    files = {path.relative_to(source).as_posix(): path.read_bytes() for path in paths}
+    files = collect(HERE / "torch-ext" / name)
+    for file, content in files.items():
+        dots = "." * len(file.split("/"))
+        files[file] = content.replace(f"from {LOADER}.".encode(), f"from {dots}{LOADER}.".encode())
+    files |= {f"{LOADER}/{file}": content for file, content in collect(HERE / "torch-ext" / LOADER).items()}
     hashes = {file: hashlib.sha256(content).digest() for file, content in files.items()}
     unique = hashlib.sha256(b"".join(file.encode() + value for file, value in hashes.items())).hexdigest()[:7]
 

@@ -17,13 +17,15 @@ SOURCES = {
     "subquad_cli": ROOT / "src",
     "subquad_vllm": ROOT / "src",
     "subquad_kernels": ROOT / "kernels" / "torch-ext",
+    "subquad_native": ROOT / "kernels" / "torch-ext",
     "subquad_tokenizers": ROOT / "tokenizers",
     "subquad_conversion": ROOT / "conversion",
 }
 # Import package to the other packages that it may import, besides the standard library and itself.
 WALLS = {
-    "subquad_kernels": {"torch", "triton"},
-    "subquad_tokenizers": {"transformers", "tokenizers", "huggingface_hub", "numpy"},
+    "subquad_native": set(),
+    "subquad_kernels": {"torch", "triton", "subquad_native"},
+    "subquad_tokenizers": {"transformers", "tokenizers", "huggingface_hub", "numpy", "subquad_native"},
     "subquad_conversion": {
         *("torch", "safetensors", "transformers", "huggingface_hub", "tqdm", "gguf"),
         *("subquad", "subquad_tokenizers"),

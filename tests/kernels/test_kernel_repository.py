@@ -19,6 +19,7 @@ from subquad_kernels import layers, wkv
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "kernels" / "torch-ext" / "subquad_kernels"
+LOADER = SOURCE.with_name("subquad_native")
 BUILD = ROOT / "kernels" / "build_repository.py"
 VARIANTS = ("torch-cpu", "torch-cuda", "torch-rocm")
 
@@ -39,9 +40,16 @@ def files_of(directory):
     }
 
 
+def code_of(directory):
+    return {name: content for name, content in files_of(directory).items() if name.endswith((".py", ".c", ".h"))}
+
+
 def test_every_variant_is_the_package(repository, tmp_path):
-    sources = {name: content for name, content in files_of(SOURCE).items() if name.endswith((".py", ".c", ".h"))}
-    assert {"c/products.c", "c/vectors.h"} < sources.keys()
+    sources = code_of(SOURCE) | {f"subquad_native/{name}": code for name, code in code_of(LOADER).items()}
+    assert {"c/products.c", "c/vectors.h", "subquad_native/compiling.py"} < sources.keys()
+    absolute, relative = b"from subquad_native.", b"from ..subquad_native."
+    sources["c/native.py"] = sources["c/native.py"].replace(absolute, relative)
+    assert relative in sources["c/native.py"] and not any(absolute in code for code in sources.values())
     ids = []
     for name in VARIANTS:
         files = files_of(repository / "build" / name)

@@ -17,16 +17,17 @@ from test_native import needs_library
 
 from subquad_kernels import linear
 from subquad_kernels.c import native
+from subquad_native import compiling
 
 
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
     """As in a process that has not asked for the library, with an empty cache, which this is the folder of."""
-    monkeypatch.setattr(native, "_found", None)
-    monkeypatch.setattr(native, "_kept", [])
+    monkeypatch.setattr(native._COMPILED, "_found", None)
+    monkeypatch.setattr(compiling, "_kept", [])
     monkeypatch.delenv("SUBQUAD_NATIVE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(native, "_PATIENCE", 1000)
+    monkeypatch.setattr(compiling, "_PATIENCE", 1000)
     return tmp_path / "cache" / "subquad"
 
 
@@ -36,8 +37,8 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
-        patch.setattr(native, "_PATIENCE", 1000)
-        assert native._compile()
+        patch.setattr(compiling, "_PATIENCE", 1000)
+        assert native._COMPILED.compile()
     return next(folder.glob("subquad/*.so"))
 
 
@@ -53,31 +54,31 @@ def quick(made, fresh, tmp_path, monkeypatch):
 
 @needs_library
 def test_it_is_compiled_once_and_when_it_is_needed(fresh, monkeypatch):
-    compiled, run = [], native._run
-    monkeypatch.setattr(native, "_run", lambda command, *to: compiled.append("-o" in command) or run(command, *to))
+    compiled, run = [], compiling._run
+    monkeypatch.setattr(compiling, "_run", lambda command, *to: compiled.append("-o" in command) or run(command, *to))
     x, weight = torch.randn(1, 128), torch.randn(256, 128)
     with torch.no_grad():
         linear(x, weight[:64])
-        assert native._found is None
+        assert native._COMPILED._found is None
         torch.testing.assert_close(linear(x, weight), F.linear(x, weight))
     with ThreadPoolExecutor(2) as threads:
         assert all(found[0] for found in threads.map(lambda _: native.explain(), range(2)))
     (file,) = fresh.iterdir()
     assert file.name.startswith("steps-") and file.suffix == ".so"
     # Another process finds it, unless its CPU is another one.
-    native._found = None
+    native._COMPILED._found = None
     assert native.library() and compiled == [False, True, False]
-    monkeypatch.setattr(native, "_cpu", lambda: "another")
-    native._found = None
+    monkeypatch.setattr(compiling, "_cpu", lambda: "another")
+    native._COMPILED._found = None
     assert native.library() and len(list(fresh.iterdir())) == 2
 
 
 @needs_library
 def test_a_cache_that_cannot_be_written(quick, tmp_path, monkeypatch):
     quick.parent.write_text("a file")
-    monkeypatch.setattr(native.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(compiling.tempfile, "tempdir", str(tmp_path))
     assert native.library()
-    (folder,) = native._kept
+    (folder,) = compiling._kept
     folder.cleanup()
     assert set(tmp_path.iterdir()) == {quick.parent, tmp_path / "compiler"}
 
@@ -98,7 +99,7 @@ def test_a_damaged_library_is_made_again(damage, quick):
     }
     file.write_bytes(changed[damage])
     file.chmod(0o700)
-    native._found = None
+    native._COMPILED._found = None
     assert native.library()
     (file,) = quick.iterdir()
     assert file.read_bytes() == whole
@@ -109,8 +110,8 @@ def test_a_damaged_library_is_made_again(damage, quick):
 def test_a_folder_that_others_write_to(who, quick, tmp_path, monkeypatch):
     """What is there is not run, and nothing is put there."""
     assert native.library()
-    native._found = None
-    monkeypatch.setattr(native.tempfile, "tempdir", str(tmp_path))
+    native._COMPILED._found = None
+    monkeypatch.setattr(compiling.tempfile, "tempdir", str(tmp_path))
     before, user = list(quick.iterdir()), os.geteuid()
     if who == "everyone":
         quick.chmod(0o777)
@@ -120,7 +121,7 @@ def test_a_folder_that_others_write_to(who, quick, tmp_path, monkeypatch):
         monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     if who == "everyone" or user == 0:
         loaded, why = native.explain()
-        assert loaded and f"not kept: {quick}" in why and list(Path(native._kept[0].name).iterdir())
+        assert loaded and f"not kept: {quick}" in why and list(Path(compiling._kept[0].name).iterdir())
     else:  # nor can this process be another user elsewhere
         assert "belongs to another user" in native.explain()[1]
     assert list(quick.iterdir()) == before
@@ -146,7 +147,7 @@ def test_a_signal_while_it_is_compiled(quick, tmp_path):
     os.utime(left, (0, 0))
     (quick / "tmpabc.tmp").write_bytes(b"of a former version")
     os.utime(quick / "tmpabc.tmp", (0, 0))
-    native._found = None
+    native._COMPILED._found = None
     assert native.library()
     (file,) = quick.iterdir()
     assert file.suffix == ".so"
@@ -166,9 +167,9 @@ def test_a_compiler_that_does_not_work(script, why, fresh, tmp_path, monkeypatch
     compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo 1 && exit\n{script}\n')
     compiler.chmod(0o700)
     monkeypatch.setenv("CC", str(compiler))
-    run = native._run
-    monkeypatch.setattr(native, "_PATIENCE", 0.2 if "sleep" in script else 1000)
-    monkeypatch.setattr(native, "_run", lambda command, *to: "1" if "--version" in command else run(command, *to))
+    run = compiling._run
+    monkeypatch.setattr(compiling, "_PATIENCE", 0.2 if "sleep" in script else 1000)
+    monkeypatch.setattr(compiling, "_run", lambda command, *to: "1" if "--version" in command else run(command, *to))
     x, weight = torch.randn(1, 128), torch.randn(256, 128)
     with torch.no_grad():
         torch.testing.assert_close(linear(x, weight), F.linear(x, weight))
@@ -189,5 +190,5 @@ def test_no_compiler(fresh, monkeypatch):
 
 def test_code_without_the_source(fresh, monkeypatch, tmp_path):
     """As in a model repository, which has Python files only."""
-    monkeypatch.setattr(native, "_SOURCES", (tmp_path / "steps.c",))
+    monkeypatch.setattr(native._COMPILED, "sources", (tmp_path / "steps.c",))
     assert native.explain() == (None, "its source is not part of this copy of the code")

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from subquad_kernels import int8_linear, linear, matmul, quantize_rows
 from subquad_kernels.c import native
+from subquad_native.compiling import FLAGS
 
 
 AVAILABLE, REASON = native.explain()
@@ -33,9 +34,7 @@ def library(request, tmp_path_factory):
         pytest.skip("of another kind of CPU")
     path = tmp_path_factory.mktemp("library") / f"{request.param}.so"
     source = str(native._SOURCES[0])
-    subprocess.run(
-        ["cc", *native._FLAGS, "-Werror", "-Wall", f"-march={request.param}", source, "-o", path], check=True
-    )
+    subprocess.run(["cc", *FLAGS, "-Werror", "-Wall", f"-march={request.param}", source, "-o", path], check=True)
     return native.Library(path)
 
 

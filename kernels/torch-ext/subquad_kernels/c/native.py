@@ -5,20 +5,13 @@ compiler of this machine makes it when the first computation of a worthwhile siz
 """
 
 import ctypes
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
+from subquad_native.compiling import CompiledLibrary
+
 from ..tracing import is_observed
-from .library_file import find_library, keep_library
 
 
 # Up to this number of rows the library is used; above, torch's libraries are faster.
@@ -32,24 +25,13 @@ _FOR_THREADS = 2**18
 _SOURCES = tuple(
     Path(__file__).with_name(name) for name in ("block.c", "steps.c", "integers.c", "products.c", "vectors.h")
 )
-_FLAGS = ("-std=gnu11", "-O2", "-fno-math-errno", "-shared", "-fPIC")
 # The largest size of a head, and its divisor: the length of the widest vectors.
 _MOST, _LANES = 256, 16
 # The largest number of slots of a head.
 _MOST_SLOTS = 1024
 # For weights of 4 bits: inputs that share a scale, and outputs stored together.
 GROUP, STRIP = 32, 16
-# Timeout of a compiler in seconds; it needs one or two.
-_PATIENCE = 120
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_loading = threading.Lock()
-# The result of `explain`, and folders to remove when the process ends.
-_found: "tuple[Library | None, str] | None" = None
-_kept: list[tempfile.TemporaryDirectory] = []
-
-
-class Unavailable(Exception):
-    """There is no library. The message gives the reason."""
 
 
 class _Step(ctypes.Structure):
@@ -360,123 +342,14 @@ def library_for_heads(tensors: tuple[torch.Tensor | None, ...]) -> Library | Non
     return library_for(heads * size, tensors[0].dtype, *tensors)
 
 
+_COMPILED = CompiledLibrary("steps", _SOURCES, Library)
+
+
 def library() -> Library | None:
     """The library, compiled by the first call if no process has done so. None if it is not available."""
-    return (_found or explain())[0]
+    return _COMPILED.get()
 
 
 def explain() -> tuple[Library | None, str]:
     """The library or None, and the reason."""
-    global _found
-    with _loading:  # one thread compiles while others wait
-        if _found is None:
-            _found = _load()
-        return _found
-
-
-def _load() -> tuple[Library | None, str]:
-    try:
-        return _compile()
-    except Unavailable as error:
-        return None, str(error)
-    except (OSError, AttributeError) as error:
-        return None, f"{type(error).__name__}: {error}"
-
-
-def _compile() -> tuple[Library, str]:
-    """
-    The library, from the cache or from the compiler, and its origin. The name of the file is a hash of everything that
-    it depends on.
-
-    Raises:
-        Unavailable: if there is no library.
-    """
-    if os.environ.get("SUBQUAD_NATIVE") == "0":
-        raise Unavailable("SUBQUAD_NATIVE=0")
-    machine = platform.machine()
-    if os.name != "posix" or machine not in ("x86_64", "aarch64", "arm64"):
-        raise Unavailable(f"it is not made for {platform.system()} on {machine}")
-    if not all(source.is_file() for source in _SOURCES):
-        raise Unavailable("its source is not part of this copy of the code")
-    names = (os.environ.get("CC", "").strip(), "cc", "gcc", "clang")
-    compiler = next((found for name in names if name and (found := shutil.which(name))), None)
-    if compiler is None:
-        raise Unavailable("there is no C compiler: neither $CC nor cc, gcc or clang is there")
-    flags = *_FLAGS, "-march=native" if machine == "x86_64" else "-mcpu=native"
-    command = [compiler, *flags, *os.environ.get("SUBQUAD_NATIVE_FLAGS", "").split(), str(_SOURCES[0]), "-o"]
-    version = (_run([compiler, "--version"]).splitlines() or [""])[0]
-    key = "\0".join((*command, version, machine, _cpu()))
-    code = b"".join(source.read_bytes() for source in _SOURCES)
-    name = f"steps-{hashlib.sha256(key.encode() + code).hexdigest()[:24]}"
-    reasons = []
-    for folder in _folders():
-        try:
-            found = _library_in(folder, name, command)
-        except OSError as error:  # the folder is unsafe, not writable, or may not hold code
-            reasons.append(str(error))
-        else:
-            return found, "; ".join([f"compiled by {version}", *(f"not kept: {reason}" for reason in reasons)])
-    raise Unavailable(f"no folder for it can be used: {reasons[-1]}")
-
-
-def _library_in(folder: Path, name: str, command: list[str]) -> Library:
-    """The library of that name in a folder. The command creates it if needed."""
-    if folder.is_dir() and (path := find_library(folder, name)):
-        return Library(path)
-    made = []
-
-    def make(path: Path) -> None:
-        # The compiler's temporary files are removed with this folder.
-        _run([*command, str(path)], path.parent)
-        made.append(Library(path))
-
-    keep_library(folder, name, make)
-    return made[0]
-
-
-def _folders() -> Iterator[Path]:
-    """Folders for the library: the user's cache or, if that is not writable, a folder of this process."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    if home.is_absolute():
-        yield home / "subquad"
-    # With a new name, because everyone may write there.
-    folder = tempfile.TemporaryDirectory(prefix="subquad-", ignore_cleanup_errors=True)
-    _kept.append(folder)
-    yield Path(folder.name)
-
-
-def _run(command: list[str], temporary: Path | None = None) -> str:
-    """
-    The output of a command, with a folder for its temporary files.
-
-    Raises:
-        Unavailable: if it fails, or takes too long.
-    """
-    environment = os.environ | ({} if temporary is None else {"TMPDIR": str(temporary)})
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            timeout=_PATIENCE,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            errors="replace",
-            env=environment,
-        )
-    except subprocess.TimeoutExpired:
-        raise Unavailable(f"{command[0]} took more than {_PATIENCE} seconds") from None
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["no message"]
-        reason = next((line for line in lines if "error" in line), lines[0])
-        raise Unavailable(f"{command[0]} failed with {done.returncode}: {reason}")
-    return done.stdout
-
-
-def _cpu() -> str:
-    """The instructions of the CPU: different machines may share a folder."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return platform.processor()
-    names = ("model name", "flags", "CPU part", "Features")
-    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(names)))
+    return _COMPILED.explain()
