@@ -1,9 +1,10 @@
 """The RWKV World tokenizer of Eagle, Finch and later RWKV models."""
 
 import functools
+import operator
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from operator import itemgetter
 
@@ -11,13 +12,16 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import AddedToken, PreTrainedTokenizerFast
 
-from .greedy import GreedyEncoder
+from .direct import Direct
+from .greedy import GreedyEncoder, shared_encoder
 from .tokenization_base import SelfContainedMixin
 from .vocabulary import (
+    CHAR_TO_BYTE,
     WORLD_VOCAB_FILE,
     WORLD_VOCAB_FILE_NAME,
     bytes_to_token,
     read_vocabulary,
+    text_to_bytes,
     token_to_bytes,
     write_vocabulary,
 )
@@ -422,23 +426,73 @@ class RwkvWorldTokenizerFast(SelfContainedMixin, PreTrainedTokenizerFast):
 
     @functools.cached_property
     def _encoder(self) -> GreedyEncoder:
-        return GreedyEncoder(_tokens_of(self._tokenizer))
+        return shared_encoder(tuple(_tokens_of(self._tokenizer)))
 
     def encode_bytes(self, data: bytes) -> list[int]:
         """The ids of any bytes, UTF-8 or not. Special and added tokens in them are not recognised."""
         return self._encoder.encode(bytes(data))
 
+    # package only
+    def _get_direct(self) -> Direct:
+        direct = self.__dict__.get("_direct")
+        if direct is None or not direct.is_current(self._tokenizer):
+            if direct is not None and direct.backend is not self._tokenizer:
+                self.__dict__.pop("_encoder", None)
+            direct = self.__dict__["_direct"] = _make_direct(self._tokenizer, lambda: self._encoder)
+        return direct
+
+    # package only
+    @functools.wraps(PreTrainedTokenizerFast.encode)
+    def encode(self, text, text_pair=None, add_special_tokens=True, *arguments, **options):
+        # Without a batch and without options most of the time would be spent on these.
+        if isinstance(text, str) and text_pair is None and not arguments and not options:
+            backend, split = self._tokenizer, self.split_special_tokens
+            if backend.truncation is None is backend.padding and backend.encode_special_tokens == split:
+                ids = self._get_direct().encode(text, split, add_special_tokens)
+                if ids is not None and len(ids) <= self.model_max_length:
+                    return ids
+        return super().encode(text, text_pair, add_special_tokens, *arguments, **options)
+
+    # package only
+    def _encode_plus(self, text, text_pair=None, *arguments, **options):
+        if text_pair is None and not arguments:
+            encoded = self._get_direct().call(self, text, **options)
+            if encoded is not None:
+                return encoded
+        return super()._encode_plus(text, text_pair, *arguments, **options)
+
+    def _decode(self, token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=None, **options):
+        clean = clean_up_tokenization_spaces
+        if clean is None:
+            clean = self.clean_up_tokenization_spaces
+        if options or clean or isinstance(token_ids, dict) or not isinstance(self.decoder, decoders.ByteLevel):
+            return super()._decode(token_ids, skip_special_tokens, clean_up_tokenization_spaces, **options)
+        ids = [token_ids] if isinstance(token_ids, int) else token_ids
+        return self.decode_bytes(ids, skip_special_tokens).decode("utf-8", errors="replace")
+
     def decode_bytes(self, ids: Sequence[int], skip_special_tokens: bool = False) -> bytes:
-        """The bytes of `ids`, the inverse of [`encode_bytes`]. An id without a token has none."""
-        tokens, added = self._encoder.tokens, self.added_tokens_decoder
-        skipped = set(self.all_special_ids) if skip_special_tokens else ()
-        return b"".join(
-            added[index].content.encode("utf-8") if index in added else tokens[index - 1]
-            for index in ids
-            if index not in skipped and (index in added or 0 < index <= len(tokens))
-        )
+        """
+        The bytes of `ids`, the inverse of [`encode_bytes`]. An id without a token has none.
+
+        Raises:
+            OverflowError: if an id is negative.
+        """
+        size = self._tokenizer.get_vocab_size()
+        known, texts = self.__dict__.get("_texts", (None, {}))
+        if known != size:
+            texts = {}
+            self.__dict__["_texts"] = size, texts
+        if skip_special_tokens not in texts:
+            texts[skip_special_tokens] = _texts_of_ids(self._tokenizer, skip_special_tokens)
+        return b"".join(map(texts[skip_special_tokens].__getitem__, map(operator.index, ids)))
+
+    def __getstate__(self) -> dict:
+        """Without what is made anew when it is needed, so that a tokenizer that has been used is the same."""
+        return {name: value for name, value in vars(self).items() if name not in ("_direct", "_encoder", "_texts")}
 
     def _add_tokens(self, new_tokens, special_tokens: bool = False) -> int:
+        self.__dict__.pop("_direct", None)
+        self.__dict__.pop("_texts", None)
         return super()._add_tokens([_in_raw_text(token) for token in new_tokens], special_tokens)
 
     @classmethod
@@ -489,12 +543,49 @@ def _string_vocabulary(tokens: Sequence[bytes], boundary: str) -> dict[str, int]
     return vocabulary
 
 
+class _TextsOfIds(dict):
+    """Ids to bytes; an id without a token has none."""
+
+    def __missing__(self, index: int) -> bytes:
+        if index < 0:
+            raise OverflowError(f"the id {index} is negative")
+        return b""
+
+
+def _texts_of_ids(backend: tokenizers.Tokenizer, skip_special_tokens: bool) -> _TextsOfIds:
+    texts = _TextsOfIds(_tokens_by_id(backend))
+    for index, token in backend.get_added_tokens_decoder().items():
+        texts[index] = b"" if token.special and skip_special_tokens else token.content.encode()
+    return texts
+
+
+def _tokens_by_id(backend: tokenizers.Tokenizer) -> dict[int, bytes]:
+    """The tokens of a backend, without added ones."""
+    vocabulary = backend.get_vocab(with_added_tokens=False)
+    text = "".join(vocabulary)
+    if {*text} <= CHAR_TO_BYTE.keys():  # all at once
+        data, start, tokens = text_to_bytes(text), 0, {}
+        for token, index in vocabulary.items():
+            tokens[index] = data[start : start + len(token)]
+            start += len(token)
+        return tokens
+    return {index: token_to_bytes(token) for token, index in vocabulary.items()}
+
+
 def _tokens_of(backend: tokenizers.Tokenizer) -> list[bytes]:
     """The tokens with the ids 1, 2, ... of a backend that `_build_backend` made."""
-    vocabulary = backend.get_vocab(with_added_tokens=False)
-    return [
-        token_to_bytes(token) for token, index in sorted(vocabulary.items(), key=lambda item: item[1]) if index > 0
-    ]
+    return [token for index, token in sorted(_tokens_by_id(backend).items()) if index > 0]
+
+
+# package only
+def _make_direct(backend: tokenizers.Tokenizer, encoder: Callable[[], GreedyEncoder]) -> Direct:
+    """The way around a backend, if it is one that `_build_backend` made: `encoder` then encodes its tokens."""
+    ids = sorted(backend.get_vocab(with_added_tokens=False).values())
+    try:
+        found = encoder() if ids == [*range(len(ids))] else None
+    except ValueError:  # not every byte is a token
+        found = None
+    return Direct(backend, found, _longest_match(tuple(found.tokens)) if found else "")
 
 
 def _build_backend(tokens: Sequence[bytes], boundary: str) -> tokenizers.Tokenizer:
@@ -502,15 +593,16 @@ def _build_backend(tokens: Sequence[bytes], boundary: str) -> tokenizers.Tokeniz
     # There are no unknown tokens, because every byte is a token.
     backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=boundary))
     backend.normalizer = normalizers.ByteLevel()
-    backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(_longest_match(list(vocabulary)[1:])), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(_longest_match(tuple(tokens))), "isolated")
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(boundary, normalized=False, special=True)])
     return backend
 
 
-def _longest_match(tokens: Sequence[str]) -> str:
-    """A regular expression that matches the longest of `tokens`."""
-    return _continuations(sorted(tokens))
+@functools.lru_cache(maxsize=4)
+def _longest_match(tokens: tuple[bytes, ...]) -> str:
+    """A regular expression that matches the longest of `tokens`, in the alphabet of byte-level tokenizers."""
+    return _continuations(sorted(map(bytes_to_token, tokens)))
 
 
 def _continuations(suffixes: list[str]) -> str:

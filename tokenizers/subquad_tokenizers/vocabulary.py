@@ -90,11 +90,17 @@ def _visible_bytes() -> dict[int, str]:
 # One printable character for each byte, as in the `ByteLevel` classes of the tokenizers library, which only hold text.
 BYTE_TO_CHAR = _visible_bytes()
 CHAR_TO_BYTE = {char: byte for byte, char in BYTE_TO_CHAR.items()}
+_TO_BYTES = str.maketrans({char: chr(byte) for char, byte in CHAR_TO_BYTE.items()})
 
 
 def bytes_to_token(data: bytes) -> str:
     """Bytes in the alphabet of byte-level tokenizers."""
     return data.decode("latin-1").translate(BYTE_TO_CHAR)
+
+
+def text_to_bytes(text: str) -> bytes:
+    """The inverse of [`bytes_to_token`], also for several tokens in a row."""
+    return text.translate(_TO_BYTES).encode("latin-1")
 
 
 def token_to_bytes(token: str) -> bytes:

@@ -1,0 +1,410 @@
+"""Calls of the World tokenizer by the compiled encoder, which give what the tokenizers library gives."""
+
+import json
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import tokenizers
+from tokenizers import models, pre_tokenizers
+from transformers import BatchEncoding, PreTrainedTokenizerFast
+from transformers.tokenization_utils_base import TruncationStrategy
+from transformers.utils import PaddingStrategy
+
+from .greedy import GreedyEncoder
+from .vocabulary import bytes_to_token
+
+
+BYTE_LEVEL = b'{"type":"ByteLevel"}'
+# Arguments of `_encode_plus` that are left to the library unless they are false.
+UNUSED = {"stride", "is_split_into_words", "return_overflowing_tokens", "return_token_type_ids"}
+
+
+class Window(NamedTuple):
+    """
+    The tokens of a row: a text's from `first` up to `last`, around them special tokens, and around these padding.
+
+    Attributes:
+        begin: ids of the special tokens before the text.
+        end: ids of the special tokens after it.
+        left: number of padding tokens before everything.
+        right: number of padding tokens after everything.
+    """
+
+    first: int
+    last: int
+    begin: tuple[int, ...] = ()
+    end: tuple[int, ...] = ()
+    left: int = 0
+    right: int = 0
+
+
+class Direct:
+    """
+    Encodes texts as a `tokenizers.Tokenizer` does, if its components are those of World. It is outdated when tokens
+    have been added or components replaced.
+
+    Args:
+        backend: the tokenizer.
+        encoder: the encoder of its tokens. None if their ids are not 1, 2, ...
+        pattern: the regular expression by which a tokenizer of these tokens splits texts.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, encoder: GreedyEncoder | None, pattern: str):
+        self.backend, self._state = backend, _state(backend)
+        self._functions = encoder and encoder.functions
+        splits = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        plain = self._state[1] == BYTE_LEVEL and self._state[3:] == (models.WordLevel, pre_tokenizers.Split)
+        self._encodes = plain and self._functions is not None and json.loads(_dump(backend.pre_tokenizer)) == splits
+        added = backend.get_added_tokens_decoder()
+        self._special = frozenset(token.content for token in added.values() if token.special)
+        # Tokens that also take what is around them are left to the library.
+        self._refused = [
+            token.content for token in added.values() if token.lstrip or token.rstrip or token.single_word
+        ]
+        raw = {token.content: index for index, token in added.items() if not token.normalized}
+        normalized = {token.content: index for index, token in added.items() if token.normalized}
+        self._passes = [(_any_of(ids), ids) for ids in (raw, normalized) if ids]
+        self._normalized = frozenset(normalized.values())
+        self._contents = [*raw, *normalized]
+        self._around = _around(self._state[2])
+
+    def is_current(self, backend: tokenizers.Tokenizer) -> bool:
+        """Whether the tokenizer is still the one that this was made for."""
+        return backend is self.backend and _state(backend) == self._state
+
+    def encode(self, text: str, split_special_tokens: bool, add_special_tokens: bool = False) -> list[int] | None:
+        """The ids of a text. None if the tokenizers library has to find them."""
+        around = self._around if add_special_tokens else ((), ())
+        if not self._encodes or around is None:
+            return None
+        for content in self._contents:
+            if content in text:
+                ids = self._encode_parts(text, split_special_tokens)
+                break
+        else:
+            ids = self._functions.encode_text(text)
+        return [*around[0], *ids, *around[1]] if ids is not None and any(around) else ids
+
+    def _encode_parts(self, text: str, split_special_tokens: bool) -> list[int] | None:
+        if any(content in text for content in self._refused):
+            return None
+        ids: list[int] = []
+        for part, index in self._parts(text, split_special_tokens):
+            if index is None:
+                ids += self._functions.encode_text(part)
+            else:
+                ids.append(index)
+        return ids
+
+    def _parts(self, text: str, split_special_tokens: bool) -> list[tuple[str, int | None]]:
+        """The text cut at its added tokens: parts with the id of the token, or None."""
+        parts: list[tuple[str, int | None]] = [(text, None)]
+        for pattern, ids in self._passes:
+            cut: list[tuple[str, int | None]] = []
+            for part, index in parts:
+                start = 0
+                for found in pattern.finditer(part) if index is None else ():
+                    if split_special_tokens and found[0] in self._special:
+                        continue
+                    if start < found.start():
+                        cut.append((part[start : found.start()], None))
+                    cut.append((found[0], ids[found[0]]))
+                    start = found.end()
+                if start < len(part):
+                    cut.append((part[start:], index))
+            parts = cut
+        return parts
+
+    def call(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        text: Any,
+        *,
+        add_special_tokens: bool = True,
+        padding_strategy: PaddingStrategy = PaddingStrategy.DO_NOT_PAD,
+        truncation_strategy: TruncationStrategy = TruncationStrategy.DO_NOT_TRUNCATE,
+        max_length: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        padding_side: str | None = None,
+        return_tensors: str | None = None,
+        return_attention_mask: bool | None = None,
+        return_special_tokens_mask: bool = False,
+        return_offsets_mapping: bool = False,
+        return_length: bool = False,
+        split_special_tokens: bool | None = None,
+        verbose: bool = True,
+        **others,
+    ) -> BatchEncoding | None:
+        """
+        What the `_encode_plus` of a tokenizer returns for a text or a list of texts. None if that has to be called,
+        because of `others` or what is in a text.
+        """
+        batched = isinstance(text, list | tuple) and len(text) > 0
+        texts = text if batched else [text]
+        if not self._encodes or others.keys() - UNUSED or any(others.values()):
+            return None
+        if not all(isinstance(each, str) for each in texts):
+            return None
+        if "token_type_ids" in tokenizer.model_input_names and others.get("return_token_type_ids") is None:
+            return None
+        if split_special_tokens is None:
+            split_special_tokens = tokenizer.split_special_tokens
+        if return_attention_mask is None:
+            return_attention_mask = "attention_mask" in tokenizer.model_input_names
+        begin, end = (self._around or (None, None)) if add_special_tokens else ((), ())
+        if begin is None:
+            return None
+        limit = None
+        if truncation_strategy != TruncationStrategy.DO_NOT_TRUNCATE:
+            limit = max_length - len(begin) - len(end)
+            if limit <= 0 or truncation_strategy == TruncationStrategy.ONLY_SECOND:
+                return None
+        ids, windows = [], []
+        for each in texts:
+            found = self.encode(each, split_special_tokens)
+            if found is None:
+                return None
+            first, last = 0, len(found)
+            if limit is not None and last > limit:
+                first, last = (0, limit) if tokenizer.truncation_side == "right" else (last - limit, last)
+                found = found[first:last]
+            ids.append([*begin, *found, *end] if begin or end else found)
+            windows.append(Window(first, last, begin, end))
+        lengths = [len(each) for each in ids]
+        masks = [[1] * length for length in lengths] if return_attention_mask else []
+        if padding_strategy != PaddingStrategy.DO_NOT_PAD:
+            length = max_length if padding_strategy == PaddingStrategy.MAX_LENGTH else max(lengths)
+            if pad_to_multiple_of:
+                length += -length % pad_to_multiple_of
+            padding = tokenizer.pad_token_id
+            side = tokenizer.padding_side if padding_side is None else padding_side
+            for row, missing in enumerate(length - each for each in lengths):
+                if missing > 0:
+                    left, right = (missing, 0) if side == "left" else (0, missing)
+                    windows[row] = windows[row]._replace(left=left, right=right)
+                    ids[row] = [padding] * left + ids[row] + [padding] * right
+                    if masks:
+                        masks[row] = [0] * left + masks[row] + [0] * right
+        # The library keeps these settings, and they are saved.
+        tokenizer.set_truncation_and_padding(
+            padding_strategy, truncation_strategy, max_length, 0, pad_to_multiple_of, padding_side
+        )
+        if self.backend.encode_special_tokens != split_special_tokens:
+            self.backend.encode_special_tokens = split_special_tokens
+        for each in ids:
+            if len(each) > tokenizer.model_max_length:
+                tokenizer._eventual_warn_about_too_long_sequence(each, max_length, verbose)
+        rows = Rows(self, texts, ids, windows, split_special_tokens)
+        values: dict[str, list] = {"input_ids": ids}
+        if masks:
+            values["attention_mask"] = masks
+        if return_special_tokens_mask:
+            values["special_tokens_mask"] = [row.special_tokens_mask for row in rows]
+        if return_offsets_mapping:
+            values["offset_mapping"] = [row.offsets for row in rows]
+        if return_length:
+            values["length"] = [len(each) for each in ids]
+        if batched or return_tensors is not None:
+            return BatchEncoding(values, rows, tensor_type=return_tensors, n_sequences=1)
+        alone = {name: value[0] if isinstance(value[0], list) else value for name, value in values.items()}
+        return BatchEncoding(alone, rows, n_sequences=1)
+
+    def locate(self, text: str, split_special_tokens: bool, window: Window) -> tuple[list[str], list[tuple[int, int]]]:
+        """The strings and the offsets of the tokens in a part of a text."""
+        model, offsets = self.backend.model, self._functions.offsets
+        tokens: list[str] = []
+        pairs: list[tuple[int, int]] = []
+        start = 0
+        for part, index in self._parts(text, split_special_tokens):
+            if index is None:
+                ids = self._functions.encode_text(part)
+                tokens += map(model.id_to_token, ids)
+                pairs += [(start + first, start + last) for first, last in offsets(ids)]
+            else:  # as the normalizer writes it
+                tokens.append(bytes_to_token(part.encode()) if index in self._normalized else part)
+                pairs.append((start, start + len(part)))
+            start += len(part)
+        return tokens[window.first : window.last], pairs[window.first : window.last]
+
+    def offsets(self, text: str, split_special_tokens: bool, window: Window, ids: list[int]) -> list[tuple[int, int]]:
+        """The offsets of the tokens in a part of a text. These have some ids."""
+        if any(content in text for content in self._contents):
+            return self.locate(text, split_special_tokens, window)[1]
+        if window.first == 0:
+            return self._functions.offsets(ids)
+        return self._functions.offsets(self._functions.encode_text(text))[window.first : window.last]
+
+    def tokens(self, text: str, split_special_tokens: bool, window: Window, ids: list[int]) -> list[str]:
+        """The strings of the tokens in a part of a text. These have some ids."""
+        if any(content in text for content in self._contents):
+            return self.locate(text, split_special_tokens, window)[0]
+        return [*map(self.backend.model.id_to_token, ids)]
+
+
+def _dump(component: Any) -> bytes:
+    return b"" if component is None else component.__getstate__()
+
+
+def _state(backend: tokenizers.Tokenizer) -> tuple:
+    """What changes when components are replaced or tokens are added."""
+    size, kinds = backend.get_vocab_size(with_added_tokens=True), (type(backend.model), type(backend.pre_tokenizer))
+    return size, _dump(backend.normalizer), _dump(backend.post_processor), *kinds
+
+
+def _around(post_processor: bytes) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The ids that are added before and after a text. None if the post-processor does anything else."""
+    if not post_processor:
+        return (), ()
+    state = json.loads(post_processor)
+    if state["type"] != "TemplateProcessing":
+        return None
+    before: list[int] = []
+    after: list[int] = []
+    texts = 0
+    for piece in state["single"]:
+        [(kind, content)] = piece.items()
+        if content["type_id"] != 0:
+            return None
+        if kind == "Sequence":
+            texts += 1
+        else:
+            (after if texts else before).extend(state["special_tokens"][content["id"]]["ids"])
+    return (tuple(before), tuple(after)) if texts == 1 else None
+
+
+def _any_of(contents: Iterable[str]) -> re.Pattern[str]:
+    """A pattern for the first of some texts, and the longest of those."""
+    return re.compile("|".join(map(re.escape, sorted(contents, key=len, reverse=True))))
+
+
+class Rows(Sequence):
+    """The encodings of a call, each made when it is asked for."""
+
+    def __init__(
+        self,
+        direct: Direct,
+        texts: Sequence[str],
+        ids: list[list[int]],
+        windows: list[Window],
+        split_special_tokens: bool,
+    ):
+        self._direct, self._texts, self._ids, self._windows = direct, texts, ids, windows
+        self._split_special_tokens, self._made = split_special_tokens, {}
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return [self[each] for each in range(len(self))[index]]
+        index = range(len(self))[index]
+        if index not in self._made:
+            split, window = self._split_special_tokens, self._windows[index]
+            self._made[index] = Encoding(self._direct, self._texts[index], self._ids[index], window, split)
+        return self._made[index]
+
+    def __reduce__(self):
+        return list, ([*self],)
+
+
+class Encoding:
+    """
+    What `tokenizers.Encoding` is to its readers: the tokens of one row and their places in the text. Every token is a
+    word, as in the tokenizers library. The methods that change an encoding are missing.
+    """
+
+    n_sequences = 1
+    overflowing: tuple = ()
+
+    def __init__(self, direct: Direct, text: str, ids: list[int], window: Window, split_special_tokens: bool):
+        self._direct, self._text, self._window, self._split = direct, text, window, split_special_tokens
+        self.ids = ids
+        # The tokens of the text are those from `_first` up to `_last`.
+        self._first = window.left + len(window.begin)
+        self._last = self._first + window.last - window.first
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getstate__(self) -> dict:
+        """With what the text and the tokenizer would be needed for."""
+        self.tokens, self.offsets  # noqa: B018
+        return {name: value for name, value in vars(self).items() if name not in ("_direct", "_text")}
+
+    def _around(self, values: list, other: Any, padding: Any = None) -> list:
+        """The values of the text's tokens, with another one for special tokens and for padding."""
+        window = self._window
+        padding = other if padding is None else padding
+        before = [padding] * window.left + [other] * len(window.begin)
+        return [*before, *values, *[other] * len(window.end), *[padding] * window.right]
+
+    @property
+    def attention_mask(self) -> list[int]:
+        return self._around([1] * (self._last - self._first), 1, 0)
+
+    @property
+    def special_tokens_mask(self) -> list[int]:
+        return self._around([0] * (self._last - self._first), 1)
+
+    @property
+    def type_ids(self) -> list[int]:
+        return [0] * len(self.ids)
+
+    @property
+    def word_ids(self) -> list[int | None]:
+        return self._around([*range(self._window.first, self._window.last)], None)
+
+    words = word_ids
+
+    @property
+    def sequence_ids(self) -> list[int | None]:
+        return self._around([0] * (self._last - self._first), None)
+
+    @cached_property
+    def tokens(self) -> list[str]:
+        ids, name = self.ids, self._direct.backend.id_to_token
+        content = self._direct.tokens(self._text, self._split, self._window, ids[self._first : self._last])
+        return [*map(name, ids[: self._first]), *content, *map(name, ids[self._last :])]
+
+    @cached_property
+    def offsets(self) -> list[tuple[int, int]]:
+        content = self.ids[self._first : self._last] if len(self.ids) > self._last - self._first else self.ids
+        found = self._direct.offsets(self._text, self._split, self._window, content)
+        return found if content is self.ids else self._around(found, (0, 0))
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return [last for _, last in self.offsets[self._first : self._last]]
+
+    def _is_token(self, token: int) -> bool:
+        """Whether a token is one of the text."""
+        return self._first <= token < self._last
+
+    def token_to_sequence(self, token_index: int) -> int | None:
+        return 0 if self._is_token(token_index) else None
+
+    def token_to_chars(self, token_index: int) -> tuple[int, int] | None:
+        return self.offsets[token_index] if self._is_token(token_index) else None
+
+    def token_to_word(self, token_index: int) -> int | None:
+        return token_index - self._first + self._window.first if self._is_token(token_index) else None
+
+    def char_to_token(self, char_pos: int, sequence_index: int = 0) -> int | None:
+        token = self._first + bisect_right(self._ends, char_pos)
+        found = sequence_index == 0 and self._is_token(token) and self.offsets[token][0] <= char_pos
+        return token if found else None
+
+    def char_to_word(self, char_pos: int, sequence_index: int = 0) -> int | None:
+        token = self.char_to_token(char_pos, sequence_index)
+        return None if token is None else self.token_to_word(token)
+
+    def word_to_tokens(self, word_index: int, sequence_index: int = 0) -> tuple[int, int] | None:
+        token = word_index - self._window.first + self._first
+        return (token, token + 1) if sequence_index == 0 and self._is_token(token) else None
+
+    def word_to_chars(self, word_index: int, sequence_index: int = 0) -> tuple[int, int] | None:
+        tokens = self.word_to_tokens(word_index, sequence_index)
+        return None if tokens is None else self.offsets[tokens[0]]
