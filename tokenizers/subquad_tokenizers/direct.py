@@ -18,6 +18,13 @@ from .vocabulary import bytes_to_token
 
 
 BYTE_LEVEL = b'{"type":"ByteLevel"}'
+# Arguments of a tokenizer's call that [`Direct.call`] reads as they are.
+OF_CALLS = {
+    *("add_special_tokens", "return_attention_mask", "return_length", "return_offsets_mapping"),
+    *("return_special_tokens_mask", "return_tensors", "split_special_tokens", "verbose"),
+}
+# The ids before and after a text without special tokens around it.
+_NOTHING = (), ()
 # Arguments of `_encode_plus` that are left to the library unless they are false.
 UNUSED = {"stride", "is_split_into_words", "return_overflowing_tokens", "return_token_type_ids"}
 
@@ -35,10 +42,22 @@ class Window(NamedTuple):
 
     first: int
     last: int
-    begin: tuple[int, ...] = ()
-    end: tuple[int, ...] = ()
-    left: int = 0
-    right: int = 0
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+    left: int
+    right: int
+
+    @property
+    def place(self) -> slice:
+        """Where the tokens of the text are in the row."""
+        start = self.left + len(self.begin)
+        return slice(start, start + self.last - self.first)
+
+    def around(self, values: list, other: Any, padding: Any = None) -> list:
+        """The values of the text's tokens with another one for special tokens, and for padding."""
+        padding = other if padding is None else padding
+        before = [padding] * self.left + [other] * len(self.begin)
+        return [*before, *values, *[other] * len(self.end), *[padding] * self.right]
 
 
 class Direct:
@@ -75,20 +94,20 @@ class Direct:
         """Whether the tokenizer is still the one that this was made for."""
         return backend is self.backend and _state(backend) == self._state
 
-    def encode(self, text: str, split_special_tokens: bool, add_special_tokens: bool = False) -> list[int] | None:
+    def encode(self, text: str, split_special_tokens: bool, add_special_tokens: bool) -> list[int] | None:
         """The ids of a text. None if the tokenizers library has to find them."""
-        around = self._around if add_special_tokens else ((), ())
+        around = self._around if add_special_tokens else _NOTHING
         if not self._encodes or around is None:
             return None
+        ids = self._encode(text, split_special_tokens)
+        return ids if ids is None or around == _NOTHING else [*around[0], *ids, *around[1]]
+
+    def _encode(self, text: str, split_special_tokens: bool) -> list[int] | None:
         for content in self._contents:
             if content in text:
-                ids = self._encode_parts(text, split_special_tokens)
                 break
         else:
-            ids = self._functions.encode_text(text)
-        return [*around[0], *ids, *around[1]] if ids is not None and any(around) else ids
-
-    def _encode_parts(self, text: str, split_special_tokens: bool) -> list[int] | None:
+            return self._functions.encode_text(text)
         if any(content in text for content in self._refused):
             return None
         ids: list[int] = []
@@ -144,73 +163,68 @@ class Direct:
         """
         batched = isinstance(text, list | tuple) and len(text) > 0
         texts = text if batched else [text]
-        if not self._encodes or others.keys() - UNUSED or any(others.values()):
+        around = self._around if add_special_tokens else _NOTHING
+        if not self._encodes or around is None or others.keys() - UNUSED or any(others.values()):
             return None
-        if not all(isinstance(each, str) for each in texts):
-            return None
-        if "token_type_ids" in tokenizer.model_input_names and others.get("return_token_type_ids") is None:
+        names = tokenizer.model_input_names
+        if "token_type_ids" in names and others.get("return_token_type_ids") is None:
             return None
         if split_special_tokens is None:
             split_special_tokens = tokenizer.split_special_tokens
-        if return_attention_mask is None:
-            return_attention_mask = "attention_mask" in tokenizer.model_input_names
-        begin, end = (self._around or (None, None)) if add_special_tokens else ((), ())
-        if begin is None:
-            return None
+        begin, end = around
         limit = None
         if truncation_strategy != TruncationStrategy.DO_NOT_TRUNCATE:
             limit = max_length - len(begin) - len(end)
             if limit <= 0 or truncation_strategy == TruncationStrategy.ONLY_SECOND:
                 return None
-        ids, windows = [], []
-        for each in texts:
-            found = self.encode(each, split_special_tokens)
+        ids: list[list[int]] = []
+        firsts = {}
+        for row, each in enumerate(texts):
+            found = self._encode(each, split_special_tokens) if isinstance(each, str) else None
             if found is None:
                 return None
-            first, last = 0, len(found)
-            if limit is not None and last > limit:
-                first, last = (0, limit) if tokenizer.truncation_side == "right" else (last - limit, last)
-                found = found[first:last]
+            if limit is not None and len(found) > limit:
+                firsts[row] = 0 if tokenizer.truncation_side == "right" else len(found) - limit
+                found = found[firsts[row] : firsts[row] + limit]
             ids.append([*begin, *found, *end] if begin or end else found)
-            windows.append(Window(first, last, begin, end))
-        lengths = [len(each) for each in ids]
-        masks = [[1] * length for length in lengths] if return_attention_mask else []
-        if padding_strategy != PaddingStrategy.DO_NOT_PAD:
-            length = max_length if padding_strategy == PaddingStrategy.MAX_LENGTH else max(lengths)
-            if pad_to_multiple_of:
-                length += -length % pad_to_multiple_of
-            padding = tokenizer.pad_token_id
-            side = tokenizer.padding_side if padding_side is None else padding_side
-            for row, missing in enumerate(length - each for each in lengths):
-                if missing > 0:
-                    left, right = (missing, 0) if side == "left" else (0, missing)
-                    windows[row] = windows[row]._replace(left=left, right=right)
-                    ids[row] = [padding] * left + ids[row] + [padding] * right
-                    if masks:
-                        masks[row] = [0] * left + masks[row] + [0] * right
         # The library keeps these settings, and they are saved.
         tokenizer.set_truncation_and_padding(
             padding_strategy, truncation_strategy, max_length, 0, pad_to_multiple_of, padding_side
         )
         if self.backend.encode_special_tokens != split_special_tokens:
             self.backend.encode_special_tokens = split_special_tokens
-        for each in ids:
-            if len(each) > tokenizer.model_max_length:
+        lengths = [*map(len, ids)]
+        longest, masks = max(lengths), None
+        if "attention_mask" in names if return_attention_mask is None else return_attention_mask:
+            masks = [[1] * length for length in lengths]
+        side = tokenizer.padding_side if padding_side is None else padding_side
+        if padding_strategy != PaddingStrategy.DO_NOT_PAD:
+            if padding_strategy == PaddingStrategy.MAX_LENGTH:
+                longest = max(longest, max_length)
+            target = longest if padding_strategy == PaddingStrategy.LONGEST else max_length
+            if pad_to_multiple_of:
+                target += -target % pad_to_multiple_of
+            for row, length in enumerate(lengths):
+                padding, zeros = [tokenizer.pad_token_id] * (target - length), [0] * (target - length)
+                ids[row] = padding + ids[row] if side == "left" else ids[row] + padding
+                if masks is not None:
+                    masks[row] = zeros + masks[row] if side == "left" else masks[row] + zeros
+        if longest > tokenizer.model_max_length:
+            for each in ids:
                 tokenizer._eventual_warn_about_too_long_sequence(each, max_length, verbose)
-        rows = Rows(self, texts, ids, windows, split_special_tokens)
+        rows = Rows(self, texts, ids, lengths, firsts, begin, end, side, split_special_tokens)
         values: dict[str, list] = {"input_ids": ids}
-        if masks:
+        if masks is not None:
             values["attention_mask"] = masks
         if return_special_tokens_mask:
             values["special_tokens_mask"] = [row.special_tokens_mask for row in rows]
         if return_offsets_mapping:
-            values["offset_mapping"] = [row.offsets for row in rows]
+            values["offset_mapping"] = [*map(rows.offsets, range(len(rows)))]
         if return_length:
-            values["length"] = [len(each) for each in ids]
-        if batched or return_tensors is not None:
-            return BatchEncoding(values, rows, tensor_type=return_tensors, n_sequences=1)
-        alone = {name: value[0] if isinstance(value[0], list) else value for name, value in values.items()}
-        return BatchEncoding(alone, rows, n_sequences=1)
+            values["length"] = [*map(len, ids)]
+        if not batched and return_tensors is None:
+            values = {name: value[0] if isinstance(value[0], list) else value for name, value in values.items()}
+        return BatchEncoding(values, rows, tensor_type=return_tensors, n_sequences=1)
 
     def locate(self, text: str, split_special_tokens: bool, window: Window) -> tuple[list[str], list[tuple[int, int]]]:
         """The strings and the offsets of the tokens in a part of a text."""
@@ -281,18 +295,36 @@ def _any_of(contents: Iterable[str]) -> re.Pattern[str]:
 
 
 class Rows(Sequence):
-    """The encodings of a call, each made when it is asked for."""
+    """
+    The encodings of a call, each made when it is asked for.
+
+    Args:
+        direct: what encoded the texts.
+        texts: the texts.
+        ids: the ids of each row.
+        lengths: the number of ids of each row, without padding.
+        firsts: the first token of texts that were truncated, by row.
+        begin: ids of the special tokens before a text.
+        end: ids of the special tokens after it.
+        side: "left" or "right": where padding is.
+        split_special_tokens: whether special tokens in the texts are ordinary text.
+    """
 
     def __init__(
         self,
         direct: Direct,
         texts: Sequence[str],
         ids: list[list[int]],
-        windows: list[Window],
+        lengths: list[int],
+        firsts: dict[int, int],
+        begin: tuple[int, ...],
+        end: tuple[int, ...],
+        side: str,
         split_special_tokens: bool,
     ):
-        self._direct, self._texts, self._ids, self._windows = direct, texts, ids, windows
-        self._split_special_tokens, self._made = split_special_tokens, {}
+        self._direct, self._texts, self._ids, self._lengths, self._firsts = direct, texts, ids, lengths, firsts
+        self._begin, self._end, self._side, self._split = begin, end, side, split_special_tokens
+        self._made: dict[int, Encoding] = {}
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -300,14 +332,31 @@ class Rows(Sequence):
     def __getitem__(self, index):
         if isinstance(index, slice):
             return [self[each] for each in range(len(self))[index]]
-        index = range(len(self))[index]
-        if index not in self._made:
-            split, window = self._split_special_tokens, self._windows[index]
-            self._made[index] = Encoding(self._direct, self._texts[index], self._ids[index], window, split)
-        return self._made[index]
+        row = range(len(self))[index]
+        if row not in self._made:
+            parts = self._direct, self._texts[row], self._split, self._window(row)
+            self._made[row] = Encoding(self._ids[row], *parts)
+        return self._made[row]
 
     def __reduce__(self):
         return list, ([*self],)
+
+    def _window(self, row: int) -> Window:
+        length, first, missing = self._lengths[row], self._firsts.get(row, 0), len(self._ids[row]) - self._lengths[row]
+        left, right = (missing, 0) if self._side == "left" else (0, missing)
+        last = first + length - len(self._begin) - len(self._end)
+        return Window(first, last, self._begin, self._end, left, right)
+
+    def offsets(self, row: int) -> list[tuple[int, int]]:
+        return _offsets(self._ids[row], self._direct, self._texts[row], self._split, self._window(row))
+
+
+def _offsets(ids: list[int], direct: Direct, text: str, split: bool, window: Window) -> list[tuple[int, int]]:
+    """The offsets of the tokens of a row; those around the text have none."""
+    place = window.place
+    if place.stop - place.start == len(ids):
+        return direct.offsets(text, split, window, ids)
+    return window.around(direct.offsets(text, split, window, ids[place]), (0, 0))
 
 
 class Encoding:
@@ -319,12 +368,10 @@ class Encoding:
     n_sequences = 1
     overflowing: tuple = ()
 
-    def __init__(self, direct: Direct, text: str, ids: list[int], window: Window, split_special_tokens: bool):
-        self._direct, self._text, self._window, self._split = direct, text, window, split_special_tokens
+    def __init__(self, ids: list[int], direct: Direct, text: str, split_special_tokens: bool, window: Window):
         self.ids = ids
-        # The tokens of the text are those from `_first` up to `_last`.
-        self._first = window.left + len(window.begin)
-        self._last = self._first + window.last - window.first
+        self._source, self._window = (direct, text, split_special_tokens, window), window
+        self._first, self._last = window.place.start, window.place.stop
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -332,22 +379,15 @@ class Encoding:
     def __getstate__(self) -> dict:
         """With what the text and the tokenizer would be needed for."""
         self.tokens, self.offsets  # noqa: B018
-        return {name: value for name, value in vars(self).items() if name not in ("_direct", "_text")}
-
-    def _around(self, values: list, other: Any, padding: Any = None) -> list:
-        """The values of the text's tokens, with another one for special tokens and for padding."""
-        window = self._window
-        padding = other if padding is None else padding
-        before = [padding] * window.left + [other] * len(window.begin)
-        return [*before, *values, *[other] * len(window.end), *[padding] * window.right]
+        return {name: value for name, value in vars(self).items() if name != "_source"}
 
     @property
     def attention_mask(self) -> list[int]:
-        return self._around([1] * (self._last - self._first), 1, 0)
+        return self._window.around([1] * (self._last - self._first), 1, 0)
 
     @property
     def special_tokens_mask(self) -> list[int]:
-        return self._around([0] * (self._last - self._first), 1)
+        return self._window.around([0] * (self._last - self._first), 1)
 
     @property
     def type_ids(self) -> list[int]:
@@ -355,25 +395,24 @@ class Encoding:
 
     @property
     def word_ids(self) -> list[int | None]:
-        return self._around([*range(self._window.first, self._window.last)], None)
+        return self._window.around([*range(self._window.first, self._window.last)], None)
 
     words = word_ids
 
     @property
     def sequence_ids(self) -> list[int | None]:
-        return self._around([0] * (self._last - self._first), None)
+        return self._window.around([0] * (self._last - self._first), None)
 
     @cached_property
     def tokens(self) -> list[str]:
-        ids, name = self.ids, self._direct.backend.id_to_token
-        content = self._direct.tokens(self._text, self._split, self._window, ids[self._first : self._last])
+        direct, *source = self._source
+        ids, name = self.ids, direct.backend.id_to_token
+        content = direct.tokens(*source, ids[self._first : self._last])
         return [*map(name, ids[: self._first]), *content, *map(name, ids[self._last :])]
 
     @cached_property
     def offsets(self) -> list[tuple[int, int]]:
-        content = self.ids[self._first : self._last] if len(self.ids) > self._last - self._first else self.ids
-        found = self._direct.offsets(self._text, self._split, self._window, content)
-        return found if content is self.ids else self._around(found, (0, 0))
+        return _offsets(self.ids, *self._source)
 
     @cached_property
     def _ends(self) -> list[int]:

@@ -71,6 +71,9 @@ class GreedyEncoder:
         if make is not None:
             self.functions = Functions(*make(self.tokens))
         else:
+            from transformers.utils import logging  # heavy
+
+            logger = logging.get_logger(__name__)
             logger.warning_once(f"The World tokenizer runs without its C library, and more slowly: {reason}.")
 
     # Nothing ever changes, so copies may share the encoder. A pickle only needs the tokens.

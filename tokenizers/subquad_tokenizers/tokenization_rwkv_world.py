@@ -12,7 +12,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import AddedToken, PreTrainedTokenizerFast
 
-from .direct import Direct
+from .direct import OF_CALLS, Direct
 from .greedy import GreedyEncoder, shared_encoder
 from .tokenization_base import SelfContainedMixin
 from .vocabulary import (
@@ -444,7 +444,7 @@ class RwkvWorldTokenizerFast(SelfContainedMixin, PreTrainedTokenizerFast):
     # package only
     @functools.wraps(PreTrainedTokenizerFast.encode)
     def encode(self, text, text_pair=None, add_special_tokens=True, *arguments, **options):
-        # Without a batch and without options most of the time would be spent on these.
+        # For a short text most of the time would be spent on options that it does not have.
         if isinstance(text, str) and text_pair is None and not arguments and not options:
             backend, split = self._tokenizer, self.split_special_tokens
             if backend.truncation is None is backend.padding and backend.encode_special_tokens == split:
@@ -452,6 +452,16 @@ class RwkvWorldTokenizerFast(SelfContainedMixin, PreTrainedTokenizerFast):
                 if ids is not None and len(ids) <= self.model_max_length:
                     return ids
         return super().encode(text, text_pair, add_special_tokens, *arguments, **options)
+
+    # package only
+    @functools.wraps(PreTrainedTokenizerFast.__call__)
+    def __call__(self, text=None, *arguments, **options):
+        # The same for a call, without truncation or padding.
+        if text is not None and not arguments and options.keys() <= OF_CALLS:
+            encoded = self._get_direct().call(self, text, **options)
+            if encoded is not None:
+                return encoded
+        return super().__call__(text, *arguments, **options)
 
     # package only
     def _encode_plus(self, text, text_pair=None, *arguments, **options):
