@@ -188,6 +188,17 @@ def test_random_texts_with_pieces_of_added_tokens(pair):
         assert_same(tokenizer(texts, **options), other(texts, **options), encodings=False)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_row_as_long_as_its_text(side):
+    """One token is cut off, and one is put before the text."""
+    tokenizer, other = make_pair(truncation_side=side, add_bos_token=True)
+    text = "one two three four"
+    length = len(tokenizer.encode(text, add_special_tokens=False))
+    options = {"truncation": True, "max_length": length, "return_offsets_mapping": True}
+    assert len(tokenizer(text, **options).input_ids) == length
+    assert_same(tokenizer(text, **options), other(text, **options))
+
+
 def test_what_is_no_text(pair):
     tokenizer, other = pair
     for text in (

@@ -18,6 +18,8 @@ from .vocabulary import bytes_to_token
 
 
 BYTE_LEVEL = b'{"type":"ByteLevel"}'
+# Up to this number of added tokens, texts are searched for each of them.
+FEW = 8
 # Arguments of a tokenizer's call that [`Direct.call`] reads as they are.
 OF_CALLS = {
     *("add_special_tokens", "return_attention_mask", "return_length", "return_offsets_mapping"),
@@ -97,19 +99,22 @@ class Direct:
     def encode(self, text: str, split_special_tokens: bool, add_special_tokens: bool) -> list[int] | None:
         """The ids of a text. None if the tokenizers library has to find them."""
         around = self._around if add_special_tokens else _NOTHING
-        if not self._encodes or around is None:
+        if not self._encodes or around is None or self._refuses(text):
             return None
         ids = self._encode(text, split_special_tokens)
-        return ids if ids is None or around == _NOTHING else [*around[0], *ids, *around[1]]
+        return ids if around == _NOTHING else [*around[0], *ids, *around[1]]
 
-    def _encode(self, text: str, split_special_tokens: bool) -> list[int] | None:
-        for content in self._contents:
-            if content in text:
-                break
-        else:
+    def _holds_added(self, text: str) -> bool:
+        if len(self._contents) <= FEW:
+            return any(map(text.__contains__, self._contents))
+        return any(pattern.search(text) for pattern, _ in self._passes)
+
+    def _refuses(self, text: str) -> bool:
+        return any(map(text.__contains__, self._refused))
+
+    def _encode(self, text: str, split_special_tokens: bool) -> list[int]:
+        if not self._holds_added(text):
             return self._functions.encode_text(text)
-        if any(content in text for content in self._refused):
-            return None
         ids: list[int] = []
         for part, index in self._parts(text, split_special_tokens):
             if index is None:
@@ -178,11 +183,16 @@ class Direct:
             if limit <= 0 or truncation_strategy == TruncationStrategy.ONLY_SECOND:
                 return None
         ids: list[list[int]] = []
+        offsets: list[list[tuple[int, int]]] = []
         firsts = {}
         for row, each in enumerate(texts):
-            found = self._encode(each, split_special_tokens) if isinstance(each, str) else None
-            if found is None:
+            if not isinstance(each, str) or self._refuses(each):
                 return None
+            if return_offsets_mapping:
+                found, pairs = self.locate(each, split_special_tokens)
+                offsets.append(pairs)
+            else:
+                found = self._encode(each, split_special_tokens)
             if limit is not None and len(found) > limit:
                 firsts[row] = 0 if tokenizer.truncation_side == "right" else len(found) - limit
                 found = found[firsts[row] : firsts[row] + limit]
@@ -194,14 +204,12 @@ class Direct:
         if self.backend.encode_special_tokens != split_special_tokens:
             self.backend.encode_special_tokens = split_special_tokens
         lengths = [*map(len, ids)]
-        longest, masks = max(lengths), None
+        masks = None
         if "attention_mask" in names if return_attention_mask is None else return_attention_mask:
             masks = [[1] * length for length in lengths]
         side = tokenizer.padding_side if padding_side is None else padding_side
         if padding_strategy != PaddingStrategy.DO_NOT_PAD:
-            if padding_strategy == PaddingStrategy.MAX_LENGTH:
-                longest = max(longest, max_length)
-            target = longest if padding_strategy == PaddingStrategy.LONGEST else max_length
+            target = max(lengths) if padding_strategy == PaddingStrategy.LONGEST else max_length
             if pad_to_multiple_of:
                 target += -target % pad_to_multiple_of
             for row, length in enumerate(lengths):
@@ -209,53 +217,48 @@ class Direct:
                 ids[row] = padding + ids[row] if side == "left" else ids[row] + padding
                 if masks is not None:
                     masks[row] = zeros + masks[row] if side == "left" else masks[row] + zeros
-        if longest > tokenizer.model_max_length:
+        if max(map(len, ids)) > tokenizer.model_max_length:
             for each in ids:
                 tokenizer._eventual_warn_about_too_long_sequence(each, max_length, verbose)
-        rows = Rows(self, texts, ids, lengths, firsts, begin, end, side, split_special_tokens)
+        rows = Rows(self, texts, ids, offsets, lengths, firsts, begin, end, side, split_special_tokens)
         values: dict[str, list] = {"input_ids": ids}
         if masks is not None:
             values["attention_mask"] = masks
         if return_special_tokens_mask:
             values["special_tokens_mask"] = [row.special_tokens_mask for row in rows]
         if return_offsets_mapping:
-            values["offset_mapping"] = [*map(rows.offsets, range(len(rows)))]
+            values["offset_mapping"] = [*map(rows.offsets, range(len(ids)))]
         if return_length:
             values["length"] = [*map(len, ids)]
         if not batched and return_tensors is None:
             values = {name: value[0] if isinstance(value[0], list) else value for name, value in values.items()}
         return BatchEncoding(values, rows, tensor_type=return_tensors, n_sequences=1)
 
-    def locate(self, text: str, split_special_tokens: bool, window: Window) -> tuple[list[str], list[tuple[int, int]]]:
-        """The strings and the offsets of the tokens in a part of a text."""
-        model, offsets = self.backend.model, self._functions.offsets
-        tokens: list[str] = []
-        pairs: list[tuple[int, int]] = []
+    def locate(self, text: str, split_special_tokens: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        """The ids of a text and the offsets of its tokens, if [`encode`] finds the ids."""
+        encode = self._functions.encode_with_offsets
+        if not self._holds_added(text):
+            return encode(text)
+        ids: list[int] = []
+        offsets: list[tuple[int, int]] = []
         start = 0
         for part, index in self._parts(text, split_special_tokens):
+            found, pairs = encode(part) if index is None else ([index], [(0, len(part))])
+            ids += found
+            offsets += [(start + first, start + last) for first, last in pairs]
+            start += len(part)
+        return ids, offsets
+
+    def tokens(self, text: str, split_special_tokens: bool) -> list[str]:
+        """The tokens of a text as strings, if [`encode`] finds the ids."""
+        name = self.backend.model.id_to_token
+        tokens: list[str] = []
+        for part, index in self._parts(text, split_special_tokens):
             if index is None:
-                ids = self._functions.encode_text(part)
-                tokens += map(model.id_to_token, ids)
-                pairs += [(start + first, start + last) for first, last in offsets(ids)]
+                tokens += map(name, self._functions.encode_text(part))
             else:  # as the normalizer writes it
                 tokens.append(bytes_to_token(part.encode()) if index in self._normalized else part)
-                pairs.append((start, start + len(part)))
-            start += len(part)
-        return tokens[window.first : window.last], pairs[window.first : window.last]
-
-    def offsets(self, text: str, split_special_tokens: bool, window: Window, ids: list[int]) -> list[tuple[int, int]]:
-        """The offsets of the tokens in a part of a text. These have some ids."""
-        if any(content in text for content in self._contents):
-            return self.locate(text, split_special_tokens, window)[1]
-        if window.first == 0:
-            return self._functions.offsets(ids)
-        return self._functions.offsets(self._functions.encode_text(text))[window.first : window.last]
-
-    def tokens(self, text: str, split_special_tokens: bool, window: Window, ids: list[int]) -> list[str]:
-        """The strings of the tokens in a part of a text. These have some ids."""
-        if any(content in text for content in self._contents):
-            return self.locate(text, split_special_tokens, window)[0]
-        return [*map(self.backend.model.id_to_token, ids)]
+        return tokens
 
 
 def _dump(component: Any) -> bytes:
@@ -302,6 +305,7 @@ class Rows(Sequence):
         direct: what encoded the texts.
         texts: the texts.
         ids: the ids of each row.
+        offsets: the offsets of all tokens of each text, or nothing.
         lengths: the number of ids of each row, without padding.
         firsts: the first token of texts that were truncated, by row.
         begin: ids of the special tokens before a text.
@@ -315,6 +319,7 @@ class Rows(Sequence):
         direct: Direct,
         texts: Sequence[str],
         ids: list[list[int]],
+        offsets: list[list[tuple[int, int]]],
         lengths: list[int],
         firsts: dict[int, int],
         begin: tuple[int, ...],
@@ -322,8 +327,9 @@ class Rows(Sequence):
         side: str,
         split_special_tokens: bool,
     ):
-        self._direct, self._texts, self._ids, self._lengths, self._firsts = direct, texts, ids, lengths, firsts
-        self._begin, self._end, self._side, self._split = begin, end, side, split_special_tokens
+        self._direct, self._texts, self._split = direct, texts, split_special_tokens
+        self._ids, self._offsets, self._lengths, self._firsts = ids, offsets, lengths, firsts
+        self._begin, self._end, self._side = begin, end, side
         self._made: dict[int, Encoding] = {}
 
     def __len__(self) -> int:
@@ -334,29 +340,35 @@ class Rows(Sequence):
             return [self[each] for each in range(len(self))[index]]
         row = range(len(self))[index]
         if row not in self._made:
-            parts = self._direct, self._texts[row], self._split, self._window(row)
-            self._made[row] = Encoding(self._ids[row], *parts)
+            self._made[row] = Encoding(self, row)
         return self._made[row]
 
     def __reduce__(self):
         return list, ([*self],)
 
-    def _window(self, row: int) -> Window:
+    def row_ids(self, row: int) -> list[int]:
+        return self._ids[row]
+
+    def window(self, row: int) -> Window:
         length, first, missing = self._lengths[row], self._firsts.get(row, 0), len(self._ids[row]) - self._lengths[row]
         left, right = (missing, 0) if self._side == "left" else (0, missing)
         last = first + length - len(self._begin) - len(self._end)
         return Window(first, last, self._begin, self._end, left, right)
 
     def offsets(self, row: int) -> list[tuple[int, int]]:
-        return _offsets(self._ids[row], self._direct, self._texts[row], self._split, self._window(row))
+        """The offsets of the tokens of a row; those around the text have none."""
+        found = self._offsets[row] if self._offsets else self._direct.locate(self._texts[row], self._split)[1]
+        if self._lengths[row] == len(self._ids[row]) and not (self._begin or self._end or row in self._firsts):
+            return found
+        window = self.window(row)
+        return window.around(found[window.first : window.last], (0, 0))
 
-
-def _offsets(ids: list[int], direct: Direct, text: str, split: bool, window: Window) -> list[tuple[int, int]]:
-    """The offsets of the tokens of a row; those around the text have none."""
-    place = window.place
-    if place.stop - place.start == len(ids):
-        return direct.offsets(text, split, window, ids)
-    return window.around(direct.offsets(text, split, window, ids[place]), (0, 0))
+    def tokens(self, row: int) -> list[str]:
+        """The tokens of a row as strings."""
+        window, ids, name = self.window(row), self._ids[row], self._direct.backend.id_to_token
+        content = self._direct.tokens(self._texts[row], self._split)[window.first : window.last]
+        before, after = ids[: window.place.start], ids[window.place.stop :]
+        return [*map(name, before), *content, *map(name, after)]
 
 
 class Encoding:
@@ -368,10 +380,10 @@ class Encoding:
     n_sequences = 1
     overflowing: tuple = ()
 
-    def __init__(self, ids: list[int], direct: Direct, text: str, split_special_tokens: bool, window: Window):
-        self.ids = ids
-        self._source, self._window = (direct, text, split_special_tokens, window), window
-        self._first, self._last = window.place.start, window.place.stop
+    def __init__(self, rows: Rows, row: int):
+        self._rows, self._row, self._window = rows, row, rows.window(row)
+        self.ids = rows.row_ids(row)
+        self._first, self._last = self._window.place.start, self._window.place.stop
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -379,7 +391,7 @@ class Encoding:
     def __getstate__(self) -> dict:
         """With what the text and the tokenizer would be needed for."""
         self.tokens, self.offsets  # noqa: B018
-        return {name: value for name, value in vars(self).items() if name != "_source"}
+        return {name: value for name, value in vars(self).items() if name != "_rows"}
 
     @property
     def attention_mask(self) -> list[int]:
@@ -405,14 +417,11 @@ class Encoding:
 
     @cached_property
     def tokens(self) -> list[str]:
-        direct, *source = self._source
-        ids, name = self.ids, direct.backend.id_to_token
-        content = direct.tokens(*source, ids[self._first : self._last])
-        return [*map(name, ids[: self._first]), *content, *map(name, ids[self._last :])]
+        return self._rows.tokens(self._row)
 
     @cached_property
     def offsets(self) -> list[tuple[int, int]]:
-        return _offsets(self.ids, *self._source)
+        return self._rows.offsets(self._row)
 
     @cached_property
     def _ends(self) -> list[int]:

@@ -34,7 +34,6 @@ object *PyCapsule_New(void *, const char *, void (*)(object *));
 void *PyCapsule_GetPointer(object *, const char *);
 object *PyCFunction_NewEx(struct method *, object *, object *);
 object *PyErr_NoMemory(void);
-object *PyErr_Occurred(void);
 void PyErr_SetString(object *, const char *);
 void *PyEval_SaveThread(void);
 void PyEval_RestoreThread(void *);
@@ -43,7 +42,6 @@ object *PyList_New(ssize);
 int PyList_SetItem(object *, ssize, object *);
 ssize PyList_Size(object *);
 void PyObject_GC_UnTrack(void *);
-long PyLong_AsLong(object *);
 object *PyLong_FromSsize_t(ssize);
 object *PyTuple_New(ssize);
 int PyTuple_SetItem(object *, ssize, object *);
@@ -282,50 +280,18 @@ static ssize encode(const struct encoder *e, const uint8_t *bytes, ssize size, i
     }
 }
 
-/* The ids of bytes as a list. */
-static object *list_ids(const struct encoder *e, const char *bytes, ssize size) {
-    int32_t few[SHORT], *ids = few;
-    ssize count;
-    if (size <= SHORT)
-        count = encode(e, (const uint8_t *)bytes, size, ids);
-    else {
-        ids = malloc(size * sizeof *ids); /* what is not written to takes no memory */
-        if (!ids)
-            return PyErr_NoMemory();
-        void *thread = PyEval_SaveThread();
-        count = encode(e, (const uint8_t *)bytes, size, ids);
-        PyEval_RestoreThread(thread);
-    }
-    object *list = PyList_New(count);
-    for (ssize i = 0; list && i < count; i++) {
-        object *id = e->integers[ids[i]];
-        Py_IncRef(id);
-        PyList_SetItem(list, i, id);
-    }
-    if (ids != few)
-        free(ids);
-    return list;
-}
-
-static object *encode_bytes(object *capsule, object *data) {
-    char *bytes;
-    ssize size;
-    if (PyBytes_AsStringAndSize(data, &bytes, &size))
-        return NULL;
-    return list_ids(PyCapsule_GetPointer(capsule, NULL), bytes, size);
-}
-
-static object *encode_text(object *capsule, object *text) {
-    ssize size;
-    const char *bytes = PyUnicode_AsUTF8AndSize(text, &size);
-    return bytes ? list_ids(PyCapsule_GetPointer(capsule, NULL), bytes, size) : NULL;
-}
-
 static object *integer(const struct encoder *e, ssize value) {
     if (value >= e->count)
         return PyLong_FromSsize_t(value);
     Py_IncRef(e->integers[value]);
     return e->integers[value];
+}
+
+static object *list_ids(const struct encoder *e, const int32_t *ids, ssize count) {
+    object *list = PyList_New(count);
+    for (ssize i = 0; list && i < count; i++)
+        PyList_SetItem(list, i, integer(e, ids[i]));
+    return list;
 }
 
 /* From where to where the next token goes, as a pair, and `*end` becomes its end. NULL if there is no memory. */
@@ -354,17 +320,11 @@ static object *next_pair(const struct encoder *e, int32_t begun, ssize *place, o
     return NULL;
 }
 
-static object *offsets(object *capsule, object *ids) {
-    const struct encoder *e = PyCapsule_GetPointer(capsule, NULL);
-    ssize count = PyList_Size(ids), place = 0;
-    object *list = count < 0 ? NULL : PyList_New(count), *end = integer(e, 0);
+static object *list_offsets(const struct encoder *e, const int32_t *ids, ssize count) {
+    ssize place = 0;
+    object *list = PyList_New(count), *end = integer(e, 0);
     for (ssize i = 0; list && i < count; i++) {
-        object *id = PyList_GetItem(ids, i), *pair = NULL;
-        long value = id ? PyLong_AsLong(id) : -1;
-        if (value > 0 && value < e->count)
-            pair = next_pair(e, e->begun[value], &place, &end);
-        else if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_ValueError, "an id is not one of a token");
+        object *pair = next_pair(e, e->begun[ids[i]], &place, &end);
         if (pair)
             PyList_SetItem(list, i, pair);
         else {
@@ -376,10 +336,62 @@ static object *offsets(object *capsule, object *ids) {
     return list;
 }
 
+/* The ids of bytes as a list, or with `offsets` a pair of lists. */
+static object *lists(const struct encoder *e, const char *bytes, ssize size, int offsets) {
+    int32_t few[SHORT], *ids = few;
+    ssize count;
+    if (size <= SHORT)
+        count = encode(e, (const uint8_t *)bytes, size, ids);
+    else {
+        ids = malloc(size * sizeof *ids); /* what is not written to takes no memory */
+        if (!ids)
+            return PyErr_NoMemory();
+        void *thread = PyEval_SaveThread();
+        count = encode(e, (const uint8_t *)bytes, size, ids);
+        PyEval_RestoreThread(thread);
+    }
+    object *result = list_ids(e, ids, count);
+    if (result && offsets) {
+        object *list = result, *pairs = list_offsets(e, ids, count);
+        result = pairs ? PyTuple_New(2) : NULL;
+        if (result) {
+            PyTuple_SetItem(result, 0, list);
+            PyTuple_SetItem(result, 1, pairs);
+        } else {
+            Py_DecRef(list);
+            if (pairs)
+                Py_DecRef(pairs);
+        }
+    }
+    if (ids != few)
+        free(ids);
+    return result;
+}
+
+static object *encode_bytes(object *capsule, object *data) {
+    char *bytes;
+    ssize size;
+    if (PyBytes_AsStringAndSize(data, &bytes, &size))
+        return NULL;
+    return lists(PyCapsule_GetPointer(capsule, NULL), bytes, size, 0);
+}
+
+static object *encode_text(object *capsule, object *text) {
+    ssize size;
+    const char *bytes = PyUnicode_AsUTF8AndSize(text, &size);
+    return bytes ? lists(PyCapsule_GetPointer(capsule, NULL), bytes, size, 0) : NULL;
+}
+
+static object *encode_with_offsets(object *capsule, object *text) {
+    ssize size;
+    const char *bytes = PyUnicode_AsUTF8AndSize(text, &size);
+    return bytes ? lists(PyCapsule_GetPointer(capsule, NULL), bytes, size, 1) : NULL;
+}
+
 static struct method METHODS[] = {
     {"encode_bytes", encode_bytes, ONE_ARGUMENT, "The ids of bytes."},
     {"encode_text", encode_text, ONE_ARGUMENT, "The ids of a text."},
-    {"offsets", offsets, ONE_ARGUMENT, "The first character of every token of a text, and the one after its last."},
+    {"encode_with_offsets", encode_with_offsets, ONE_ARGUMENT, "The ids of a text, and the places of its tokens."},
 };
 enum { COUNT = sizeof METHODS / sizeof *METHODS };
 

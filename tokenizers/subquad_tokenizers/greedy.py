@@ -22,13 +22,13 @@ class Functions(NamedTuple):
     Attributes:
         encode_bytes: from bytes to a list of ids.
         encode_text: the same from a string.
-        offsets: from the ids of a text to a list of pairs, the first character of each token and the one after its
-            last. A part of a character has the offsets of the character.
+        encode_with_offsets: from a string to the ids, and the first character of each token and the one after its
+            last, as a list of pairs. A part of a character has the offsets of the character.
     """
 
     encode_bytes: Callable[[bytes], list[int]]
     encode_text: Callable[[str], list[int]]
-    offsets: Callable[[list[int]], list[tuple[int, int]]]
+    encode_with_offsets: Callable[[str], tuple[list[int], list[tuple[int, int]]]]
 
 
 def _load(path: Path) -> Callable[[list[bytes]], tuple]:
