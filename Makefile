@@ -35,15 +35,17 @@ test-vllm: .venv-vllm/.installed
 test-vllm-slow: .venv-vllm/.installed
 	$(TEST_VLLM) -m slow $(ARGS)
 
-# What the C library reads and writes, under gcc's sanitizers of addresses and of undefined behaviour.
+# What the C libraries read and write, under gcc's sanitizers of addresses and of undefined behaviour.
 SANITIZED := OMP_NUM_THREADS=1 ASAN_OPTIONS=detect_leaks=0 \
 	SUBQUAD_NATIVE_FLAGS="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all" CC=gcc \
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" $(BIN)/python
 test-sanitized: $(VENV)/.installed-dev
 	$(SANITIZED) -c "from subquad_kernels.c import native; assert native.library(), native.explain()"
+	$(SANITIZED) -c "from subquad_tokenizers import greedy; assert greedy._COMPILED.get(), greedy._COMPILED.explain()"
 	$(SANITIZED) -m pytest -n 2 --dist worksteal -k "not v3 and (not quantized or directories or states)" \
 		tests/kernels/test_native.py tests/kernels/test_one_token.py tests/kernels/test_int8_linear.py \
-		tests/kernels/test_int4_linear.py tests/test_decoding_step.py tests/test_quantized.py $(ARGS)
+		tests/kernels/test_int4_linear.py tests/test_decoding_step.py tests/test_quantized.py \
+		tests/tokenizers/test_greedy_encoder.py tests/tokenizers/test_direct.py $(ARGS)
 
 # Thousands of damaged files and hundreds of interruptions, of which `make test` has some. Then the parsers of our own,
 # guided by what they execute, where atheris has a wheel (Linux on x86-64, Python 3.11 to 3.13).

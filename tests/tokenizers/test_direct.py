@@ -12,7 +12,7 @@ import tokenizers
 from datasets import Dataset
 from transformers import AddedToken, BatchEncoding, PreTrainedTokenizerFast
 
-from subquad_tokenizers import RwkvWorldTokenizerFast, greedy
+from subquad_tokenizers import WORLD_VOCAB_FILE, RwkvWorldTokenizerFast, greedy, read_vocabulary, write_vocabulary
 from subquad_tokenizers.direct import Direct, Encoding
 
 
@@ -40,7 +40,19 @@ ADDED = [
     [AddedToken("<tool>", lstrip=True, special=True), AddedToken("two", single_word=True), "quick"],
     # Words of the vocabulary, also as it writes them.
     ["the", " fox", AddedToken("one", special=True), "ĊĊ", "Ġtwo", "1234"],
+    # More than are looked for one by one.
+    [
+        *"🎉龘<|>",
+        "<tool>",
+        "tool>",
+        "two  words",
+        AddedToken("größ", normalized=False),
+        AddedToken("o", special=True),
+        "ex",
+    ],
 ]
+# Longer tokens of the vocabulary here are those in these bytes.
+LETTERS = "\n".join([*TEXTS, "some words and more", "one two three four five six"]).encode()
 OPTIONS = {
     "padding": [False, True, "max_length"],
     "truncation": [False, True, "only_first"],
@@ -63,33 +75,35 @@ OTHER = {
 }
 
 
-def make_pair(added=(), **settings):
-    """A tokenizer, and the same in a class that has transformers' own calls."""
-    tokenizer = RwkvWorldTokenizerFast(**settings)
-    tokenizer.add_tokens(list(added))
-    backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    names = ("bos_token", "eos_token", "pad_token", "padding_side", "truncation_side", "model_max_length")
-    same = {name: getattr(tokenizer, name) for name in names}
-    other = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        model_input_names=tokenizer.model_input_names,
-        clean_up_tokenization_spaces=False,
-        **same,
-    )
-    other.backend_tokenizer.post_processor = tokenizer.backend_tokenizer.post_processor
-    return tokenizer, other
+@pytest.fixture(scope="module")
+def make_pair(tmp_path_factory):
+    """A function that makes a tokenizer, and the same in a class that has transformers' own calls."""
+    words = [
+        token for token in read_vocabulary(WORLD_VOCAB_FILE) if len(token) < 3 or (len(token) > 3 and token in LETTERS)
+    ]
+    path = tmp_path_factory.mktemp("small") / "vocabulary.txt"
+    write_vocabulary(words, path)
+
+    def make(added=(), **settings):
+        tokenizer = RwkvWorldTokenizerFast(vocab_file=str(path), **settings)
+        tokenizer.add_tokens(list(added))
+        names = ("bos_token", "eos_token", "pad_token", "padding_side", "truncation_side", "model_max_length")
+        other = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str()),
+            model_input_names=tokenizer.model_input_names,
+            clean_up_tokenization_spaces=False,
+            **{name: getattr(tokenizer, name) for name in names},
+        )
+        other.backend_tokenizer.post_processor = tokenizer.backend_tokenizer.post_processor
+        return tokenizer, other
+
+    return make
 
 
 @pytest.fixture(scope="module", params=range(len(ADDED)))
-def pair(request):
-    settings = [
-        {},
-        {"add_bos_token": True},
-        {"truncation_side": "left"},
-        {},
-        {"add_bos_token": True, "add_eos_token": True},
-    ]
-    return make_pair(ADDED[request.param], **settings[request.param])
+def pair(request, make_pair):
+    begin, end, left = {"add_bos_token": True}, {"add_eos_token": True}, {"truncation_side": "left"}
+    return make_pair(ADDED[request.param], **[{}, begin, left, {}, begin | end, begin | left][request.param])
 
 
 def outcome(call, *arguments, **options):
@@ -189,7 +203,7 @@ def test_random_texts_with_pieces_of_added_tokens(pair):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_row_as_long_as_its_text(side):
+def test_a_row_as_long_as_its_text(side, make_pair):
     """One token is cut off, and one is put before the text."""
     tokenizer, other = make_pair(truncation_side=side, add_bos_token=True)
     text = "one two three four"
@@ -225,7 +239,7 @@ def test_what_is_no_text(pair):
         tokenizer("a", paddin=None)
 
 
-def test_a_text_longer_than_the_model_allows(caplog):
+def test_a_text_longer_than_the_model_allows(caplog, make_pair):
     tokenizer, _ = make_pair(model_max_length=3)
     assert len(tokenizer("one two three four five six").input_ids) > 3
     assert "longer than the specified maximum" in caplog.text
@@ -269,7 +283,7 @@ def changes():
 
 
 @pytest.mark.parametrize("change", changes(), ids=lambda change: change.__name__)
-def test_a_changed_backend_is_noticed(change):
+def test_a_changed_backend_is_noticed(change, make_pair):
     tokenizer, other = make_pair()
     text = f"Two words <tool> and{BOUNDARY} more"
     assert_same(tokenizer(text), other(text))
@@ -295,7 +309,7 @@ def test_another_vocabulary_and_pipeline(tmp_path):
 # Copies, processes and threads
 
 
-def test_a_tokenizer_that_was_used_is_pickled_as_before():
+def test_a_tokenizer_that_was_used_is_pickled_as_before(make_pair):
     tokenizer, _ = make_pair()
     before = pickle.dumps(tokenizer)
     ids = tokenizer("some words").input_ids
@@ -305,7 +319,7 @@ def test_a_tokenizer_that_was_used_is_pickled_as_before():
         assert again("some words").input_ids == ids and again._encoder is tokenizer._encoder
 
 
-def test_an_encoding_is_pickled():
+def test_an_encoding_is_pickled(make_pair):
     tokenizer, other = make_pair(ADDED[1])
     texts = TEXTS[2:5]
     ours = pickle.loads(pickle.dumps(tokenizer(texts, padding=True)))
@@ -315,7 +329,7 @@ def test_an_encoding_is_pickled():
     assert len(pickle.dumps(ours)) < 20_000
 
 
-def test_a_map_of_several_processes(texts):
+def test_a_map_of_several_processes(texts, make_pair):
     tokenizer, _ = make_pair()
     texts = [text[:500] for text in texts] * 2
     data = Dataset.from_dict({"text": texts})
@@ -324,7 +338,7 @@ def test_a_map_of_several_processes(texts):
         assert mapped["input_ids"][:] == tokenizer(texts).input_ids
 
 
-def test_threads(texts):
+def test_threads(texts, make_pair):
     tokenizer, other = make_pair()
     expected = other(texts).input_ids
     with ThreadPoolExecutor(4) as threads:
@@ -332,7 +346,7 @@ def test_threads(texts):
             assert found == expected
 
 
-def test_direct_calls_are_taken():
+def test_direct_calls_are_taken(make_pair):
     """What this file compares is not the library with itself."""
     tokenizer, _ = make_pair()
     assert isinstance(tokenizer._get_direct(), Direct) and tokenizer._get_direct()._encodes

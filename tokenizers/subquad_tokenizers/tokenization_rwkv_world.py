@@ -472,13 +472,13 @@ class RwkvWorldTokenizerFast(SelfContainedMixin, PreTrainedTokenizerFast):
         return super()._encode_plus(text, text_pair, *arguments, **options)
 
     def _decode(self, token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=None, **options):
-        clean = clean_up_tokenization_spaces
-        if clean is None:
-            clean = self.clean_up_tokenization_spaces
-        if options or clean or isinstance(token_ids, dict) or not isinstance(self.decoder, decoders.ByteLevel):
+        clean = (
+            self.clean_up_tokenization_spaces if clean_up_tokenization_spaces is None else clean_up_tokenization_spaces
+        )
+        texts = self._get_texts(bool(skip_special_tokens))
+        if options or clean or isinstance(token_ids, dict) or not texts.as_library:
             return super()._decode(token_ids, skip_special_tokens, clean_up_tokenization_spaces, **options)
-        ids = [token_ids] if isinstance(token_ids, int) else token_ids
-        return self.decode_bytes(ids, skip_special_tokens).decode("utf-8", errors="replace")
+        return texts.join([token_ids] if isinstance(token_ids, int) else token_ids).decode("utf-8", errors="replace")
 
     def decode_bytes(self, ids: Sequence[int], skip_special_tokens: bool = False) -> bytes:
         """
@@ -487,14 +487,17 @@ class RwkvWorldTokenizerFast(SelfContainedMixin, PreTrainedTokenizerFast):
         Raises:
             OverflowError: if an id is negative.
         """
-        size = self._tokenizer.get_vocab_size()
+        return self._get_texts(bool(skip_special_tokens)).join(ids)
+
+    def _get_texts(self, skip_special_tokens: bool) -> "_Texts":
+        state = self._tokenizer.get_vocab_size(), type(self._tokenizer.decoder)
         known, texts = self.__dict__.get("_texts", (None, {}))
-        if known != size:
+        if known != state:
             texts = {}
-            self.__dict__["_texts"] = size, texts
+            self.__dict__["_texts"] = state, texts
         if skip_special_tokens not in texts:
-            texts[skip_special_tokens] = _texts_of_ids(self._tokenizer, skip_special_tokens)
-        return b"".join(map(texts[skip_special_tokens].__getitem__, map(operator.index, ids)))
+            texts[skip_special_tokens] = _Texts(self._tokenizer, skip_special_tokens)
+        return texts[skip_special_tokens]
 
     def __getstate__(self) -> dict:
         """Without what is made anew when it is needed, so that a tokenizer that has been used is the same."""
@@ -553,20 +556,30 @@ def _string_vocabulary(tokens: Sequence[bytes], boundary: str) -> dict[str, int]
     return vocabulary
 
 
-class _TextsOfIds(dict):
-    """Ids to bytes; an id without a token has none."""
+class _Texts(dict):
+    """
+    Ids to bytes; an id without a token has none.
+
+    Attributes:
+        as_library: whether the tokenizers library decodes all ids to these bytes. In added tokens that it finds before
+            normalization, it takes some letters for bytes.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, skip_special_tokens: bool):
+        super().__init__(_tokens_by_id(backend))
+        self.as_library = isinstance(backend.decoder, decoders.ByteLevel)
+        for index, token in backend.get_added_tokens_decoder().items():
+            text = token.content.encode()
+            self.as_library &= token.normalized or token_to_bytes(token.content) == text
+            self[index] = b"" if token.special and skip_special_tokens else text
 
     def __missing__(self, index: int) -> bytes:
         if index < 0:
             raise OverflowError(f"the id {index} is negative")
         return b""
 
-
-def _texts_of_ids(backend: tokenizers.Tokenizer, skip_special_tokens: bool) -> _TextsOfIds:
-    texts = _TextsOfIds(_tokens_by_id(backend))
-    for index, token in backend.get_added_tokens_decoder().items():
-        texts[index] = b"" if token.special and skip_special_tokens else token.content.encode()
-    return texts
+    def join(self, ids: Sequence[int]) -> bytes:
+        return b"".join(map(self.__getitem__, map(operator.index, ids)))
 
 
 def _tokens_by_id(backend: tokenizers.Tokenizer) -> dict[int, bytes]:
