@@ -39,6 +39,8 @@ WITHOUT_TORCH = """
 import sys, subquad, subquad_tokenizers, subquad_vllm
 from subquad.hub.info import known_names
 assert all(subquad.embedded_model(name) for name in known_names()["embedded models"])
+from subquad_tokenizers import greedy
+assert all(source.is_file() for source in greedy._COMPILED.sources), greedy._COMPILED.sources
 world = subquad_tokenizers.RwkvWorldTokenizerFast()
 text = "The Eiffel tower is in 東京? \\n\\n"
 assert world.decode(world(text)["input_ids"]) == text

@@ -132,6 +132,10 @@ def _check_devices(torch: Any, devices: dict[str, str], problems: list[str], not
 
     library, why = explain()
     notes.append(f"Products of few rows on the CPU: {'our own library' if library else 'torch'} ({why}).")
+    from subquad_tokenizers.greedy import explain as explain_tokenizer
+
+    library, why = explain_tokenizer()
+    notes.append(f"World tokenizer: {'our own library' if library else 'the tokenizers library'} ({why}).")
     if torch.version.cuda is None and torch.version.hip is None:
         if DRIVER.exists():
             notes.append("There is an NVIDIA GPU, but this torch is built without CUDA: everything runs on the CPU.")

@@ -1,9 +1,11 @@
 """Calls by the compiled encoder: the same as by the tokenizers library, for all options and all added tokens."""
 
 import copy
+import gc
 import itertools
 import pickle
 import random
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -327,6 +329,20 @@ def test_an_encoding_is_pickled(make_pair):
     assert plain(ours) == plain(others)
     assert [*map(read_all, ours.encodings)] == [*map(read_all, others.encodings)]
     assert len(pickle.dumps(ours)) < 20_000
+
+
+def test_results_are_freed_at_once(make_pair):
+    """Without the garbage collector, which may not run for a long time."""
+    tokenizer, _ = make_pair()
+    encoded = tokenizer(["a", "b"], return_offsets_mapping=True)
+    encoded.word_ids(1), encoded.char_to_token(0, 0)
+    seen = weakref.ref(encoded.encodings[0])
+    gc.disable()
+    try:
+        del encoded
+        assert seen() is None
+    finally:
+        gc.enable()
 
 
 def test_a_map_of_several_processes(texts, make_pair):

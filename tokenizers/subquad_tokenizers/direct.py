@@ -220,19 +220,19 @@ class Direct:
         if max(map(len, ids)) > tokenizer.model_max_length:
             for each in ids:
                 tokenizer._eventual_warn_about_too_long_sequence(each, max_length, verbose)
-        rows = Rows(self, texts, ids, offsets, lengths, firsts, begin, end, side, split_special_tokens)
+        results = Results(self, texts, ids, offsets, lengths, firsts, begin, end, side, split_special_tokens)
         values: dict[str, list] = {"input_ids": ids}
         if masks is not None:
             values["attention_mask"] = masks
         if return_special_tokens_mask:
-            values["special_tokens_mask"] = [row.special_tokens_mask for row in rows]
+            values["special_tokens_mask"] = [row.special_tokens_mask for row in Rows(results)]
         if return_offsets_mapping:
-            values["offset_mapping"] = [*map(rows.offsets, range(len(ids)))]
+            values["offset_mapping"] = [*map(results.offsets_of, range(len(ids)))]
         if return_length:
             values["length"] = [*map(len, ids)]
         if not batched and return_tensors is None:
             values = {name: value[0] if isinstance(value[0], list) else value for name, value in values.items()}
-        return BatchEncoding(values, rows, tensor_type=return_tensors, n_sequences=1)
+        return BatchEncoding(values, Rows(results), tensor_type=return_tensors, n_sequences=1)
 
     def locate(self, text: str, split_special_tokens: bool) -> tuple[list[int], list[tuple[int, int]]]:
         """The ids of a text and the offsets of its tokens, if [`encode`] finds the ids."""
@@ -297,11 +297,11 @@ def _any_of(contents: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(contents, key=len, reverse=True))))
 
 
-class Rows(Sequence):
+class Results(NamedTuple):
     """
-    The encodings of a call, each made when it is asked for.
+    What a call found in texts.
 
-    Args:
+    Attributes:
         direct: what encoded the texts.
         texts: the texts.
         ids: the ids of each row.
@@ -314,61 +314,62 @@ class Rows(Sequence):
         split_special_tokens: whether special tokens in the texts are ordinary text.
     """
 
-    def __init__(
-        self,
-        direct: Direct,
-        texts: Sequence[str],
-        ids: list[list[int]],
-        offsets: list[list[tuple[int, int]]],
-        lengths: list[int],
-        firsts: dict[int, int],
-        begin: tuple[int, ...],
-        end: tuple[int, ...],
-        side: str,
-        split_special_tokens: bool,
-    ):
-        self._direct, self._texts, self._split = direct, texts, split_special_tokens
-        self._ids, self._offsets, self._lengths, self._firsts = ids, offsets, lengths, firsts
-        self._begin, self._end, self._side = begin, end, side
+    direct: Direct
+    texts: Sequence[str]
+    ids: list[list[int]]
+    offsets: list[list[tuple[int, int]]]
+    lengths: list[int]
+    firsts: dict[int, int]
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+    side: str
+    split_special_tokens: bool
+
+    def window(self, row: int) -> Window:
+        length, first, missing = self.lengths[row], self.firsts.get(row, 0), len(self.ids[row]) - self.lengths[row]
+        left, right = (missing, 0) if self.side == "left" else (0, missing)
+        last = first + length - len(self.begin) - len(self.end)
+        return Window(first, last, self.begin, self.end, left, right)
+
+    def offsets_of(self, row: int) -> list[tuple[int, int]]:
+        """The offsets of the tokens of a row; those around the text have none."""
+        if self.offsets:
+            found = self.offsets[row]
+        else:
+            found = self.direct.locate(self.texts[row], self.split_special_tokens)[1]
+        if self.lengths[row] == len(self.ids[row]) and not (self.begin or self.end or row in self.firsts):
+            return found
+        window = self.window(row)
+        return window.around(found[window.first : window.last], (0, 0))
+
+    def tokens_of(self, row: int) -> list[str]:
+        """The tokens of a row as strings."""
+        window, ids, name = self.window(row), self.ids[row], self.direct.backend.id_to_token
+        content = self.direct.tokens(self.texts[row], self.split_special_tokens)[window.first : window.last]
+        before, after = ids[: window.place.start], ids[window.place.stop :]
+        return [*map(name, before), *content, *map(name, after)]
+
+
+class Rows(Sequence):
+    """The encodings of a call, each made when it is asked for."""
+
+    def __init__(self, results: Results):
+        self._results = results
         self._made: dict[int, Encoding] = {}
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return len(self._results.ids)
 
     def __getitem__(self, index):
         if isinstance(index, slice):
             return [self[each] for each in range(len(self))[index]]
         row = range(len(self))[index]
         if row not in self._made:
-            self._made[row] = Encoding(self, row)
+            self._made[row] = Encoding(self._results, row)
         return self._made[row]
 
     def __reduce__(self):
         return list, ([*self],)
-
-    def row_ids(self, row: int) -> list[int]:
-        return self._ids[row]
-
-    def window(self, row: int) -> Window:
-        length, first, missing = self._lengths[row], self._firsts.get(row, 0), len(self._ids[row]) - self._lengths[row]
-        left, right = (missing, 0) if self._side == "left" else (0, missing)
-        last = first + length - len(self._begin) - len(self._end)
-        return Window(first, last, self._begin, self._end, left, right)
-
-    def offsets(self, row: int) -> list[tuple[int, int]]:
-        """The offsets of the tokens of a row; those around the text have none."""
-        found = self._offsets[row] if self._offsets else self._direct.locate(self._texts[row], self._split)[1]
-        if self._lengths[row] == len(self._ids[row]) and not (self._begin or self._end or row in self._firsts):
-            return found
-        window = self.window(row)
-        return window.around(found[window.first : window.last], (0, 0))
-
-    def tokens(self, row: int) -> list[str]:
-        """The tokens of a row as strings."""
-        window, ids, name = self.window(row), self._ids[row], self._direct.backend.id_to_token
-        content = self._direct.tokens(self._texts[row], self._split)[window.first : window.last]
-        before, after = ids[: window.place.start], ids[window.place.stop :]
-        return [*map(name, before), *content, *map(name, after)]
 
 
 class Encoding:
@@ -380,9 +381,9 @@ class Encoding:
     n_sequences = 1
     overflowing: tuple = ()
 
-    def __init__(self, rows: Rows, row: int):
-        self._rows, self._row, self._window = rows, row, rows.window(row)
-        self.ids = rows.row_ids(row)
+    def __init__(self, results: Results, row: int):
+        self._results, self._row, self._window = results, row, results.window(row)
+        self.ids = results.ids[row]
         self._first, self._last = self._window.place.start, self._window.place.stop
 
     def __len__(self) -> int:
@@ -391,7 +392,7 @@ class Encoding:
     def __getstate__(self) -> dict:
         """With what the text and the tokenizer would be needed for."""
         self.tokens, self.offsets  # noqa: B018
-        return {name: value for name, value in vars(self).items() if name != "_rows"}
+        return {name: value for name, value in vars(self).items() if name != "_results"}
 
     @property
     def attention_mask(self) -> list[int]:
@@ -417,11 +418,11 @@ class Encoding:
 
     @cached_property
     def tokens(self) -> list[str]:
-        return self._rows.tokens(self._row)
+        return self._results.tokens_of(self._row)
 
     @cached_property
     def offsets(self) -> list[tuple[int, int]]:
-        return self._rows.offsets(self._row)
+        return self._results.offsets_of(self._row)
 
     @cached_property
     def _ends(self) -> list[int]:

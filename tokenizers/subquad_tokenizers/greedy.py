@@ -41,6 +41,11 @@ def _load(path: Path) -> Callable[[list[bytes]], tuple]:
 _COMPILED = CompiledLibrary("greedy", [Path(__file__).with_name("greedy.c")], _load)
 
 
+def explain() -> tuple[Callable[[list[bytes]], tuple] | None, str]:
+    """The function that makes [`Functions`], or None, and the reason."""
+    return _COMPILED.explain()
+
+
 class GreedyEncoder:
     """
     Encodes bytes as the longest token that matches, then the longest one that matches after it, and so on. Every byte
@@ -67,7 +72,7 @@ class GreedyEncoder:
 
     # package only
     def _compile(self) -> None:
-        make, reason = _COMPILED.explain()
+        make, reason = explain()
         if make is not None:
             self.functions = Functions(*make(self.tokens))
         else:
