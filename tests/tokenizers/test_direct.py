@@ -178,6 +178,41 @@ def test_texts_one_by_one(pair):
             assert tokenizer.decode(ids, skip_special_tokens=skip) == other.decode(ids, skip_special_tokens=skip)
 
 
+def test_decoding(pair):
+    tokenizer, other = pair
+    rng = random.Random(0)
+    size = len(other)
+    rows = [
+        [rng.choice([0, 1, 50, 200, 240, size - 1, size, 2**32 - 1, rng.randrange(size)]) for _ in range(9)]
+        for _ in range(20)
+    ]
+    arrays = np.array(rows)
+    for skip in (False, True):
+        for ids in (
+            rows[0],
+            rows,
+            [rows[0], []],
+            [],
+            arrays,
+            arrays[0],
+            tuple(rows[1]),
+            rows[0][0],
+            arrays[0, 0],
+            True,
+        ):
+            assert tokenizer.decode(ids, skip) == other.decode(ids, skip)
+            assert tokenizer.decode(ids, skip_special_tokens=skip) == other.decode(ids, skip_special_tokens=skip)
+        for ids in (rows, [], arrays, [rows[0], []]):
+            assert tokenizer.batch_decode(ids, skip) == other.batch_decode(ids, skip)
+            assert tokenizer.batch_decode(ids, skip, True) == other.batch_decode(ids, skip, True)
+        assert tokenizer.decode({"input_ids": [1]}, skip) == other.decode({"input_ids": [1]}, skip)
+    for wrong in ([-1], -1, [1.5], [2**32], ["a"], [[1], [-1]], [[[1]]], [[1], ["a"]], None):
+        ours, others = outcome(tokenizer.decode, wrong), outcome(other.decode, wrong)
+        assert ours is others or {ours, others} <= {TypeError, OverflowError, ValueError}, (wrong, ours, others)
+    with pytest.raises(TypeError, match="unexpected"):
+        tokenizer.decode([1], clean=True)
+
+
 def test_random_texts_with_pieces_of_added_tokens(pair):
     tokenizer, other = pair
     rng = random.Random(0)

@@ -1,52 +1,65 @@
 """
-Speed of the RWKV World tokenizers on several kinds of text, beside the reference trie of the `rwkv` package, in MB of
-UTF-8 a second. The ids of every encoder are compared with the reference first.
+Speed of the RWKV World tokenizer on one thread, in MB of UTF-8 a second, beside other packages: for several kinds of
+text, cut into texts of some lengths, one long text, and batches. All columns take turns, and a cell is the median. The
+ids are compared with the trie's first.
 
 columns:
-  reference  the trie of the package rwkv
-  cold       GreedyEncoder, which is behind `encode_bytes`, with an empty dictionary
-  warm       the same with a filled one
-  fast       RwkvWorldTokenizerFast on one string
-  batch      RwkvWorldTokenizerFast on 64 strings at once, with RAYON_NUM_THREADS threads (default: one a core)
-  rust       pyrwkv_tokenizer, if it is installed
+  trie          a plain trie in Python, the package rwkv
+  BPE           a byte-level BPE of GPT-2's size in the package tokenizers, made from Python's own files
+  rust          pyrwkv_tokenizer
+  encode_bytes  `tokenizer.encode_bytes(text.encode())`, which knows no added tokens, as the packages above
+  encode        `tokenizer.encode(text)`
+  call          `tokenizer(text)`; of batches, `tokenizer(texts)`
+  offsets       `tokenizer(text, return_offsets_mapping=True)`
+  decode        `tokenizer.decode(ids)`
 
 examples:
   python tokenizers/benchmarks/rwkv_world.py --quick
   python tokenizers/benchmarks/rwkv_world.py --only code --kilobytes 5000
 """
 
+import os
+
+
+os.environ |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
+
 import argparse
 import inspect
+import itertools
 import json
-import os
 import pydoc
 import random
 import re
 import statistics
+import subprocess
+import sys
+import sysconfig
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import rwkv
 from rwkv.rwkv_tokenizer import TRIE_TOKENIZER
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from subquad_tokenizers import WORLD_VOCAB_FILE, GreedyEncoder, RwkvWorldTokenizerFast, read_vocabulary
+from subquad_tokenizers import WORLD_VOCAB_FILE, RwkvWorldTokenizerFast, greedy
 
 
-# Article 1 of the Universal Declaration of Human Rights.
-DECLARATION = """
-Tous les êtres humains naissent libres et égaux en dignité et en droits. Ils sont doués de raison et de conscience.
-Alle Menschen sind frei und gleich an Würde und Rechten geboren. Sie sind mit Vernunft und Gewissen begabt.
-Todos los seres humanos nacen libres e iguales en dignidad y derechos, dotados como están de razón y conciencia.
-Все люди рождаются свободными и равными в своем достоинстве и правах. Они наделены разумом и совестью.
-Όλοι οι άνθρωποι γεννιούνται ελεύθεροι και ίσοι στην αξιοπρέπεια και τα δικαιώματα.
-يولد جميع الناس أحرارا متساوين في الكرامة والحقوق، وقد وهبوا عقلا وضميرا وعليهم أن يعامل بعضهم بعضا بروح الإخاء.
-כל בני האדם נולדו בני חורין ושווים בערכם ובזכויותיהם. כולם חוננו בתבונה ובמצפון.
-सभी मनुष्यों को गौरव और अधिकारों के मामले में जन्मजात स्वतन्त्रता और समानता प्राप्त है।
-มนุษย์ทั้งหลายเกิดมามีอิสระและเสมอภาคกันในเกียรติศักดิ์และสิทธิ ต่างมีเหตุผลและมโนธรรม
-すべての人間は、生まれながらにして自由であり、かつ、尊厳と権利とについて平等である。人間は、理性と良心とを授けられている。
-모든 인간은 태어날 때부터 자유로우며 그 존엄과 권리에 있어 동등하다. 인간은 천부적으로 이성과 양심을 부여받았다.
-人人生而自由，在尊严和权利上一律平等。他们赋有理性和良心，并应以兄弟关系的精神相对待。
-"""
+try:
+    import pyrwkv_tokenizer
+except ImportError:
+    pyrwkv_tokenizer = None
+
+BATCH, BATCH_CHARACTERS = 1000, 500
+COLUMNS = ("trie", "BPE", "rust", "encode_bytes", "encode", "call", "offsets", "decode")
+# The time from an import to the first ids, in a process of its own.
+FIRST = {
+    "trie": "from rwkv.rwkv_tokenizer import TRIE_TOKENIZER as make; call = make({file!r}).encode",
+    "rust": "from pyrwkv_tokenizer import RWKVTokenizer as make; call = make().encode",
+    "encode_bytes": "from subquad_tokenizers import *; "
+    "e = GreedyEncoder(read_vocabulary(WORLD_VOCAB_FILE)); call = lambda text: e.encode(text.encode())",
+    "call": "from subquad_tokenizers import RwkvWorldTokenizerFast as make; call = make()",
+}
 
 # From the Dao De Jing.
 CHINESE = """
@@ -59,115 +72,137 @@ CHINESE = """
 """
 
 
-def make_texts(size: int) -> dict[str, bytes]:
-    """About `size` bytes of each kind of text, made of Python's own files and the samples above."""
+def make_texts(size: int) -> dict[str, str]:
+    """About `size` bytes of each kind of text, made of Python's own files and the sample above."""
     rng = random.Random(0)
 
-    def shuffled(parts):
-        count = size // (sum(len(part.encode()) for part in parts) // len(parts)) + 1
-        return "".join(rng.choices(parts, k=count))
-
     def repeated(text):
-        return text * (size // max(len(text), 1) + 1)
+        return text * (size // len(text.encode()) + 1)
 
     from pydoc_data.topics import topics
 
     # Documentation of the language without its markup and underlines.
-    english = re.sub(r"[*`=-]{2,}|\n +", " ", "\n\n".join(topics.values()))
+    english = re.sub(r"[*`=-]{2,}|\n +", " ", "\n\n".join(topics.values())).encode("ascii", "ignore").decode()
     library = Path(inspect.getfile(pydoc)).parent
     code = "\n".join((library / name).read_text() for name in ("argparse.py", "pydoc.py", "tarfile.py", "typing.py"))
-    minified = re.sub(r"\s*\n\s*", ";", re.sub(r"\s*(#.*|[-+*/=(){}\[\]:,<>])\s*", r"\1", code))
+    clauses = re.findall(r"\S+?[，。；]", CHINESE)
+    emoji = [chr(point) for point in (*range(0x1F300, 0x1F650), *range(0x1F680, 0x1F6D0), *range(0x1F900, 0x1FA00))]
+    joined = [f"{a}\u200d{b}" for a, b in itertools.pairwise(emoji)]
     texts = {
-        "English": repeated(english),
-        "Chinese": shuffled(re.findall(r"\S+?[，。；]", CHINESE)),
-        "Japanese, Thai, Hindi": shuffled(DECLARATION.strip().splitlines()[7:10]),
-        "mixed scripts": shuffled(DECLARATION.strip().splitlines(keepends=True)),
+        "ASCII": repeated(english),
+        "Chinese": "".join(rng.choices(clauses, k=size // 20)),
         "code": repeated(code),
-        "minified code": repeated(minified),
-        "one letter": "a" * size,
-        "random letters": "".join(rng.choices("abcdefghijklmnopqrstuvwxyzABCDEFGHIJ0123456789", k=size)),
-        "random Unicode": "".join(map(chr, rng.choices([*range(0xD800), *range(0xE000, 0x110000)], k=size // 4))),
+        "emoji": "".join(rng.choices([*emoji, *joined, " "], k=size // 4)),
+        "random Unicode": "".join(map(chr, rng.choices([*range(0xD800), *range(0xE000, 0x110000)], k=size // 3))),
     }
-    texts = {name: text.encode()[:size].decode(errors="ignore").encode() for name, text in texts.items()}
-    return {**texts, "random bytes": rng.randbytes(size)}
+    return {name: text.encode()[:size].decode(errors="ignore") for name, text in texts.items()}
 
 
-def speed(run, text, size: int, repeats: int, anew: bool) -> float:
-    """Median MB/s of `run`, or with `anew` of the functions that it returns."""
-    seconds = []
-    for _ in range(repeats):
-        function = run() if anew else run
-        start = time.perf_counter()
-        function(text)
-        seconds.append(time.perf_counter() - start)
-    return size / 1e6 / statistics.median(seconds)
+def make_bpe() -> Tokenizer:
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    files = [*stdlib.glob("*.py"), *stdlib.glob("*/*.py"), *stdlib.glob("*/test_*/*.py")]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=50257, min_frequency=1, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator((path.read_text(errors="ignore") for path in sorted(files)), trainer)
+    return backend
 
 
-def chunks(text: str, count: int = 64) -> list[str]:
-    length = len(text) // count + 1
-    return [text[start : start + length] for start in range(0, len(text), length)]
+def seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def runs(tokenizer, trie, bpe, texts: list[str], batched: bool) -> dict[str, Callable[[], object]]:
+    """A function for each column."""
+    ids = [tokenizer.encode(text) for text in texts]
+    batches = [texts[i : i + BATCH] for i in range(0, len(texts), BATCH)] if batched else texts
+    found = {
+        "trie": lambda: [trie.encode(text) for text in texts],
+        "BPE": lambda: [bpe.encode_batch(batch) if batched else bpe.encode(batch) for batch in batches],
+        "encode_bytes": lambda: [tokenizer.encode_bytes(text.encode()) for text in texts],
+        "encode": lambda: [tokenizer.encode(text) for text in texts],
+        "call": lambda: [tokenizer(batch) for batch in batches],
+        "offsets": lambda: [tokenizer(batch, return_offsets_mapping=True) for batch in batches],
+        "decode": lambda: tokenizer.batch_decode(ids) if batched else [tokenizer.decode(each) for each in ids],
+    }
+    if pyrwkv_tokenizer is not None:
+        rust = pyrwkv_tokenizer.RWKVTokenizer()
+        found["rust"] = lambda: [rust.encode(text) for text in texts]
+    return {name: found[name] for name in COLUMNS if name in found}
+
+
+def measure(functions: dict[str, Callable[[], object]], size: int, repeats: int) -> dict[str, float]:
+    """Median MB/s of each function. Those in Python run once on long texts."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for turn in range(repeats):
+        for name, function in functions.items():
+            if turn == 0 or size < 2e6 or name not in ("trie", "BPE"):
+                times[name].append(seconds(function))
+    return {name: size / 1e6 / statistics.median(each) for name, each in times.items()}
+
+
+def first_ids(repeats: int) -> dict[str, float]:
+    """Median milliseconds until a new process has the first ids, after imports, with a compiled library."""
+    found = {}
+    file = os.path.join(os.path.dirname(rwkv.__file__), os.path.basename(WORLD_VOCAB_FILE))
+    for name, code in FIRST.items():
+        if name == "rust" and pyrwkv_tokenizer is None:
+            continue
+        imports, make = code.format(file=file).split("; ", 1)
+        program = f"import time\n{imports}\nimport transformers.tokenization_utils_tokenizers"
+        program += f"\nstart = time.perf_counter()\n{make}\ncall('some words')\nprint(time.perf_counter() - start)"
+        outputs = [subprocess.check_output([sys.executable, "-c", program], text=True) for _ in range(repeats)]
+        found[name] = 1000 * statistics.median(map(float, outputs))
+    return found
 
 
 def main():
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.add_argument("--kilobytes", type=int, default=1000, help="size of each text (default: %(default)s)")
+    parser.add_argument(
+        "--kilobytes", type=int, default=400, help="size of short texts together (default: %(default)s)"
+    )
+    parser.add_argument("--megabytes", type=float, default=10, help="size of a long text (default: %(default)s)")
     parser.add_argument(
         "--repeats", type=int, default=5, help="runs that the median is taken of (default: %(default)s)"
     )
-    parser.add_argument("--quick", action="store_true", help="100 kilobytes and 3 runs: shows that everything runs")
+    parser.add_argument("--quick", action="store_true", help="20 kilobytes and 1 run: shows that everything runs")
     parser.add_argument("--only", metavar="TEXT", help="only the kinds of text whose name contains this")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the record, rwkv_world.json")
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.kilobytes, arguments.repeats = 100, 3
+        arguments.kilobytes, arguments.megabytes, arguments.repeats = 20, 0.1, 1
 
-    reference = TRIE_TOKENIZER(os.path.join(os.path.dirname(rwkv.__file__), os.path.basename(WORLD_VOCAB_FILE)))
-    tokens, fast = read_vocabulary(WORLD_VOCAB_FILE), RwkvWorldTokenizerFast()
-    try:
-        from pyrwkv_tokenizer import RWKVTokenizer
-
-        rust = RWKVTokenizer()
-    except ImportError:
-        rust = None
-
-    def new_encode():
-        encoder = GreedyEncoder(tokens)
-        encoder.encode_piece(b"a")  # builds the trie
-        return encoder.encode
-
-    columns = ("reference", "cold", "warm", "fast", "batch", "rust")
-    print(f"{'MB/s':<24}" + "".join(f"{name:>11}" for name in columns))
+    trie = TRIE_TOKENIZER(os.path.join(os.path.dirname(rwkv.__file__), os.path.basename(WORLD_VOCAB_FILE)))
+    tokenizer, bpe = RwkvWorldTokenizerFast(), make_bpe()
+    print(f"World tokenizer: {greedy.explain()[1]}; BPE of {bpe.get_vocab_size():,} tokens")
+    print(f"{'MB/s':<36}" + "".join(f"{name:>14}" for name in COLUMNS))
     record: dict[str, dict[str, float]] = {}
-    for name, data in make_texts(arguments.kilobytes * 1000).items():
-        if arguments.only and arguments.only not in name:
+    short, long = (make_texts(int(size)) for size in (1000 * arguments.kilobytes, 1e6 * arguments.megabytes))
+    for kind, text in short.items():
+        if arguments.only and arguments.only not in kind:
             continue
-        warm = new_encode()
-        ids = reference.encodeBytes(data)
-        assert warm(data) == ids
-        # The state that a loop over a corpus reaches, also if the first pass did not fill the dictionary.
-        for _ in range(4):
-            warm(data)
-        runs = {
-            "reference": (reference.encodeBytes, data),
-            "cold": (new_encode, data),
-            "warm": (warm, data),
-        }
-        if name != "random bytes":
-            text = data.decode()
-            assert fast(text)["input_ids"] == ids
-            runs |= {"fast": (fast, text), "batch": (fast, chunks(text))}
-            if rust is not None:
-                assert rust.encode(text) == ids
-                runs["rust"] = (rust.encode, text)
-        speeds = {
-            column: speed(*runs[column], len(data), arguments.repeats, column == "cold")
-            for column in columns
-            if column in runs
-        }
-        cells = [f"{speeds[column]:>11.1f}" if column in speeds else f"{'-':>11}" for column in columns]
-        print(f"{name:<24}" + "".join(cells), flush=True)
-        record[name] = speeds
+        assert tokenizer.encode(text) == tokenizer.encode_bytes(text.encode()) == trie.encode(text)
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+        def cut(length, text=text):
+            return [text[start : start + length] for start in range(0, len(text), length)]
+
+        shapes = {f"{length:,} characters": (cut(length), False) for length in (20, 500, 4000)}
+        shapes[f"batches of {BATCH:,}"] = cut(BATCH_CHARACTERS), True
+        shapes[f"{arguments.megabytes:g} MB"] = [long[kind]], False
+        for shape, (texts, batched) in shapes.items():
+            size = sum(len(each.encode()) for each in texts)
+            speeds = measure(runs(tokenizer, trie, bpe, texts, batched), size, arguments.repeats)
+            record[f"{kind}, {shape}"] = speeds
+            cells = [f"{speeds[name]:>14.1f}" if name in speeds else f"{'-':>14}" for name in COLUMNS]
+            print(f"{kind + ', ' + shape:<36}" + "".join(cells), flush=True)
+    record["milliseconds to the first ids"] = first_ids(arguments.repeats)
+    for name, value in record["milliseconds to the first ids"].items():
+        print(f"first ids, {name}: {value:.0f} ms")
     if arguments.out is not None:
         arguments.out.mkdir(parents=True, exist_ok=True)
         (arguments.out / "rwkv_world.json").write_text(json.dumps(record, indent=1))

@@ -4,7 +4,7 @@ import functools
 import operator
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from operator import itemgetter
 
@@ -426,7 +426,10 @@ class RwkvWorldTokenizerFast(SelfContainedMixin, PreTrainedTokenizerFast):
 
     @functools.cached_property
     def _encoder(self) -> GreedyEncoder:
-        return shared_encoder(tuple(_tokens_of(self._tokenizer)))
+        tokens = _tokens_by_id(self._tokenizer)
+        if max(tokens) >= len(tokens):
+            raise ValueError("the ids of the vocabulary are not 0, 1, 2, ...: this is no World tokenizer")
+        return shared_encoder(tuple(tokens[index] for index in range(1, len(tokens))))
 
     def encode_bytes(self, data: bytes) -> list[int]:
         """The ids of any bytes, UTF-8 or not. Special and added tokens in them are not recognised."""
@@ -438,7 +441,12 @@ class RwkvWorldTokenizerFast(SelfContainedMixin, PreTrainedTokenizerFast):
         if direct is None or not direct.is_current(self._tokenizer):
             if direct is not None and direct.backend is not self._tokenizer:
                 self.__dict__.pop("_encoder", None)
-            direct = self.__dict__["_direct"] = _make_direct(self._tokenizer, lambda: self._encoder)
+            try:
+                encoder = self._encoder
+            except ValueError:  # of another vocabulary
+                encoder = None
+            pattern = _longest_match(tuple(encoder.tokens)) if encoder else ""
+            direct = self.__dict__["_direct"] = Direct(self._tokenizer, encoder, pattern)
         return direct
 
     # package only
@@ -471,6 +479,22 @@ class RwkvWorldTokenizerFast(SelfContainedMixin, PreTrainedTokenizerFast):
                 return encoded
         return super()._encode_plus(text, text_pair, *arguments, **options)
 
+    def decode(self, token_ids, skip_special_tokens=False, **options):
+        """As in transformers, which looks at every id of a list twice."""
+        if type(token_ids) is list and token_ids:
+            if type(token_ids[0]) is list:
+                return [self._decode(each, skip_special_tokens, **options) for each in token_ids]
+            if isinstance(token_ids[0], int):
+                return self._decode(token_ids, skip_special_tokens, **options)
+        return super().decode(token_ids, skip_special_tokens, **options)
+
+    def batch_decode(self, sequences, skip_special_tokens=False, clean_up_tokenization_spaces=None, **options):
+        """As in transformers."""
+        options["clean_up_tokenization_spaces"] = clean_up_tokenization_spaces
+        if type(sequences) is list and sequences and type(sequences[0]) is list:
+            return self.decode(sequences, skip_special_tokens, **options)
+        return super().batch_decode(sequences, skip_special_tokens, **options)
+
     def _decode(self, token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=None, **options):
         clean = (
             self.clean_up_tokenization_spaces if clean_up_tokenization_spaces is None else clean_up_tokenization_spaces
@@ -485,7 +509,7 @@ class RwkvWorldTokenizerFast(SelfContainedMixin, PreTrainedTokenizerFast):
         The bytes of `ids`, the inverse of [`encode_bytes`]. An id without a token has none.
 
         Raises:
-            OverflowError: if an id is negative.
+            OverflowError: if an id is negative, or does not fit into 32 bits.
         """
         return self._get_texts(bool(skip_special_tokens)).join(ids)
 
@@ -574,8 +598,8 @@ class _Texts(dict):
             self[index] = b"" if token.special and skip_special_tokens else text
 
     def __missing__(self, index: int) -> bytes:
-        if index < 0:
-            raise OverflowError(f"the id {index} is negative")
+        if not 0 <= index < 2**32:
+            raise OverflowError(f"{index} is no id: the tokenizers library has ids of 32 bits")
         return b""
 
     def join(self, ids: Sequence[int]) -> bytes:
@@ -597,18 +621,8 @@ def _tokens_by_id(backend: tokenizers.Tokenizer) -> dict[int, bytes]:
 
 def _tokens_of(backend: tokenizers.Tokenizer) -> list[bytes]:
     """The tokens with the ids 1, 2, ... of a backend that `_build_backend` made."""
-    return [token for index, token in sorted(_tokens_by_id(backend).items()) if index > 0]
-
-
-# package only
-def _make_direct(backend: tokenizers.Tokenizer, encoder: Callable[[], GreedyEncoder]) -> Direct:
-    """The way around a backend, if it is one that `_build_backend` made: `encoder` then encodes its tokens."""
-    ids = sorted(backend.get_vocab(with_added_tokens=False).values())
-    try:
-        found = encoder() if ids == [*range(len(ids))] else None
-    except ValueError:  # not every byte is a token
-        found = None
-    return Direct(backend, found, _longest_match(tuple(found.tokens)) if found else "")
+    tokens = _tokens_by_id(backend)
+    return [tokens[index] for index in sorted(tokens) if index > 0]
 
 
 def _build_backend(tokens: Sequence[bytes], boundary: str) -> tokenizers.Tokenizer:
