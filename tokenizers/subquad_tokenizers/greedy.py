@@ -7,12 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from transformers.utils import logging
-
 from subquad_native.compiling import CompiledLibrary
-
-
-logger = logging.get_logger(__name__)
 
 
 class Functions(NamedTuple):
@@ -76,6 +71,9 @@ class GreedyEncoder:
         if make is not None:
             self.functions = Functions(*make(self.tokens))
         else:
+            from transformers.utils import logging  # heavy
+
+            logger = logging.get_logger(__name__)
             from transformers.utils import logging  # heavy
 
             logger = logging.get_logger(__name__)
