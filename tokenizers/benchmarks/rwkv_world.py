@@ -115,22 +115,31 @@ def seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def call_each(function: Callable, arguments: list) -> Callable[[], None]:
+    """A function that calls another one and keeps no results, in which the garbage collector would search."""
+
+    def run():
+        for argument in arguments:
+            function(argument)
+
+    return run
+
+
 def runs(tokenizer, trie, bpe, texts: list[str], batched: bool) -> dict[str, Callable[[], object]]:
     """A function for each column."""
     ids = [tokenizer.encode(text) for text in texts]
     batches = [texts[i : i + BATCH] for i in range(0, len(texts), BATCH)] if batched else texts
     found = {
-        "trie": lambda: [trie.encode(text) for text in texts],
-        "BPE": lambda: [bpe.encode_batch(batch) if batched else bpe.encode(batch) for batch in batches],
-        "encode_bytes": lambda: [tokenizer.encode_bytes(text.encode()) for text in texts],
-        "encode": lambda: [tokenizer.encode(text) for text in texts],
-        "call": lambda: [tokenizer(batch) for batch in batches],
-        "offsets": lambda: [tokenizer(batch, return_offsets_mapping=True) for batch in batches],
-        "decode": lambda: tokenizer.batch_decode(ids) if batched else [tokenizer.decode(each) for each in ids],
+        "trie": call_each(trie.encode, texts),
+        "BPE": call_each(bpe.encode_batch if batched else bpe.encode, batches),
+        "encode_bytes": call_each(lambda text: tokenizer.encode_bytes(text.encode()), texts),
+        "encode": call_each(tokenizer.encode, texts),
+        "call": call_each(tokenizer, batches),
+        "offsets": call_each(lambda batch: tokenizer(batch, return_offsets_mapping=True), batches),
+        "decode": call_each(tokenizer.decode, [ids] if batched else ids),
     }
     if pyrwkv_tokenizer is not None:
-        rust = pyrwkv_tokenizer.RWKVTokenizer()
-        found["rust"] = lambda: [rust.encode(text) for text in texts]
+        found["rust"] = call_each(pyrwkv_tokenizer.RWKVTokenizer().encode, texts)
     return {name: found[name] for name in COLUMNS if name in found}
 
 

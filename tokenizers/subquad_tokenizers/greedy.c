@@ -47,6 +47,8 @@ object *PyTuple_New(ssize);
 int PyTuple_SetItem(object *, ssize, object *);
 const char *PyUnicode_AsUTF8AndSize(object *, ssize *);
 
+/* Offsets up to this place and width are kept: up to 4 MB. */
+enum { PLACES = 8192, WIDTHS = 8 };
 /* Up to this number of bytes the ids fit on the stack; with more, other threads run meanwhile. */
 enum { SHORT = 2048 };
 /* Free nodes that do not fit a node's children, until other nodes with several children need not try them again. */
@@ -60,6 +62,7 @@ struct encoder {
     } *rests;
     int32_t *begun;    /* by id: twice the number of characters that begin in a token, and 1 if it begins inside one */
     object **integers; /* Python's, from 0 on: a list of ids takes 8 bytes for each of them */
+    object **pairs;    /* Python's, of places in a text: PLACES times WIDTHS, those that have been needed */
     ssize count;       /* of integers; ids begin with 1 */
 };
 
@@ -97,7 +100,11 @@ static void release(struct encoder *e) {
     free(e->gives);
     free(e->rests);
     free(e->begun);
+    for (ssize i = 0; e->pairs && i < PLACES * WIDTHS; i++)
+        if (e->pairs[i])
+            Py_DecRef(e->pairs[i]);
     free(e->integers);
+    free(e->pairs);
     free(e);
 }
 
@@ -294,45 +301,53 @@ static object *list_ids(const struct encoder *e, const int32_t *ids, ssize count
     return list;
 }
 
-/* From where to where the next token goes, as a pair, and `*end` becomes its end. NULL if there is no memory. */
-static object *next_pair(const struct encoder *e, int32_t begun, ssize *place, object **end) {
-    object *pair = PyTuple_New(2), *first = *end, *last = integer(e, *place + begun / 2);
-    if (begun & 1)
-        first = integer(e, *place - 1);
-    else
-        Py_IncRef(first);
-    if (pair && first && last) {
-        Py_IncRef(last);
-        PyTuple_SetItem(pair, 0, first);
-        PyTuple_SetItem(pair, 1, last);
-        PyObject_GC_UnTrack(pair); /* as the garbage collector would do: it only holds integers */
-        Py_DecRef(*end);
-        *end = last;
-        *place += begun / 2;
-        return pair;
-    }
-    if (first)
-        Py_DecRef(first);
-    if (last)
-        Py_DecRef(last);
-    if (pair)
-        Py_DecRef(pair);
-    return NULL;
-}
-
-static object *list_offsets(const struct encoder *e, const int32_t *ids, ssize count) {
-    ssize place = 0;
-    object *list = PyList_New(count), *end = integer(e, 0);
-    for (ssize i = 0; list && i < count; i++) {
-        object *pair = next_pair(e, e->begun[ids[i]], &place, &end);
-        if (pair)
-            PyList_SetItem(list, i, pair);
-        else {
-            Py_DecRef(list);
-            list = NULL;
+/* The pair of two integers. Short ones near the beginning of a text are kept for the next text. */
+static object *pair(const struct encoder *e, ssize first, ssize last) {
+    object **kept = NULL;
+    if (last <= PLACES && last - first <= WIDTHS) {
+        kept = &e->pairs[first * WIDTHS + last - first - 1];
+        if (*kept) {
+            Py_IncRef(*kept);
+            return *kept;
         }
     }
-    Py_DecRef(end);
+    object *made = PyTuple_New(2), *a = integer(e, first), *b = integer(e, last);
+    if (!made || !a || !b) {
+        if (a)
+            Py_DecRef(a);
+        if (b)
+            Py_DecRef(b);
+        if (made)
+            Py_DecRef(made);
+        return NULL;
+    }
+    PyTuple_SetItem(made, 0, a);
+    PyTuple_SetItem(made, 1, b);
+    PyObject_GC_UnTrack(made); /* as the garbage collector would do: it only holds integers */
+    if (kept) {
+        Py_IncRef(made);
+        *kept = made;
+    }
+    return made;
+}
+
+/* The first character of every token and the one after its last. A part of a character counts as the character. */
+static object *list_offsets(const struct encoder *e, const int32_t *ids, ssize count) {
+    object *list = PyList_New(count), *last = NULL;
+    ssize place = 0;
+    for (ssize i = 0; list && i < count; i++) {
+        int32_t begun = e->begun[ids[i]];
+        if (begun == 1 && last) /* another part of the character before */
+            Py_IncRef(last);
+        else if (!(last = pair(e, place - (begun & 1), place + begun / 2))) {
+            Py_DecRef(list);
+            return NULL;
+        }
+        place += begun / 2;
+        PyList_SetItem(list, i, last);
+        if (begun > 2) /* several characters: a part of the last one is another place */
+            last = NULL;
+    }
     return list;
 }
 
@@ -406,8 +421,9 @@ static struct encoder *make(object *list) {
         e->count = count + 1;
         e->begun = calloc(e->count, sizeof *e->begun);
         e->integers = calloc(e->count, sizeof *e->integers);
+        e->pairs = calloc(PLACES * WIDTHS, sizeof *e->pairs);
     }
-    if (!e || !tokens || !e->begun || !e->integers)
+    if (!e || !tokens || !e->begun || !e->integers || !e->pairs)
         goto no_memory;
     int single[256] = {0};
     for (ssize i = 0; i <= count; i++)
