@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import tokenizers
-from tokenizers import models, pre_tokenizers
+from tokenizers import models, normalizers, pre_tokenizers
 from transformers import BatchEncoding, PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import TruncationStrategy
 from transformers.utils import PaddingStrategy
@@ -17,7 +17,6 @@ from .greedy import GreedyEncoder
 from .vocabulary import bytes_to_token
 
 
-BYTE_LEVEL = b'{"type":"ByteLevel"}'
 # Up to this number of added tokens, texts are searched for each of them.
 FEW = 8
 # Arguments of a tokenizer's call that [`Direct.call`] reads as they are.
@@ -77,7 +76,8 @@ class Direct:
         self.backend, self._state = backend, _state(backend)
         self._functions = encoder and encoder.functions
         splits = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-        plain = self._state[1] == BYTE_LEVEL and self._state[3:] == (models.WordLevel, pre_tokenizers.Split)
+        plain = self._state[1:3] == (normalizers.ByteLevel, pre_tokenizers.Split)
+        plain = plain and isinstance(backend.model, models.WordLevel)
         self._encodes = plain and self._functions is not None and json.loads(_dump(backend.pre_tokenizer)) == splits
         added = backend.get_added_tokens_decoder()
         self._special = frozenset(token.content for token in added.values() if token.special)
@@ -90,7 +90,7 @@ class Direct:
         self._passes = [(_any_of(ids), ids) for ids in (raw, normalized) if ids]
         self._normalized = frozenset(normalized.values())
         self._contents = [*raw, *normalized]
-        self._around = _around(self._state[2])
+        self._around = _around(self._state[3])
 
     def is_current(self, backend: tokenizers.Tokenizer) -> bool:
         """Whether the tokenizer is still the one that this was made for."""
@@ -169,7 +169,7 @@ class Direct:
         batched = isinstance(text, list | tuple) and len(text) > 0
         texts = text if batched else [text]
         around = self._around if add_special_tokens else _NOTHING
-        if not self._encodes or around is None or others.keys() - UNUSED or any(others.values()):
+        if not self._encodes or around is None or (others and (others.keys() - UNUSED or any(others.values()))):
             return None
         names = tokenizer.model_input_names
         if "token_type_ids" in names and others.get("return_token_type_ids") is None:
@@ -198,9 +198,11 @@ class Direct:
                 found = found[firsts[row] : firsts[row] + limit]
             ids.append([*begin, *found, *end] if begin or end else found)
         # The library keeps these settings, and they are saved.
-        tokenizer.set_truncation_and_padding(
-            padding_strategy, truncation_strategy, max_length, 0, pad_to_multiple_of, padding_side
-        )
+        pads = padding_strategy != PaddingStrategy.DO_NOT_PAD
+        if pads or limit is not None or not self.backend.truncation is self.backend.padding is None:
+            tokenizer.set_truncation_and_padding(
+                padding_strategy, truncation_strategy, max_length, 0, pad_to_multiple_of, padding_side
+            )
         if self.backend.encode_special_tokens != split_special_tokens:
             self.backend.encode_special_tokens = split_special_tokens
         lengths = [*map(len, ids)]
@@ -208,7 +210,7 @@ class Direct:
         if "attention_mask" in names if return_attention_mask is None else return_attention_mask:
             masks = [[1] * length for length in lengths]
         side = tokenizer.padding_side if padding_side is None else padding_side
-        if padding_strategy != PaddingStrategy.DO_NOT_PAD:
+        if pads:
             target = max(lengths) if padding_strategy == PaddingStrategy.LONGEST else max_length
             if pad_to_multiple_of:
                 target += -target % pad_to_multiple_of
@@ -266,9 +268,9 @@ def _dump(component: Any) -> bytes:
 
 
 def _state(backend: tokenizers.Tokenizer) -> tuple:
-    """What changes when components are replaced or tokens are added."""
-    size, kinds = backend.get_vocab_size(with_added_tokens=True), (type(backend.model), type(backend.pre_tokenizer))
-    return size, _dump(backend.normalizer), _dump(backend.post_processor), *kinds
+    """What changes when components are replaced or tokens are added. Every call looks at it."""
+    post_processor = _dump(backend.post_processor)
+    return backend.get_vocab_size(True), type(backend.normalizer), type(backend.pre_tokenizer), post_processor
 
 
 def _around(post_processor: bytes) -> tuple[tuple[int, ...], tuple[int, ...]] | None:

@@ -335,9 +335,17 @@ def _find_vocabulary(vocab_file: str | None, name_or_path: str | None) -> str:
 
 class RwkvWorldTokenizerFast(SelfContainedMixin, PreTrainedTokenizerFast):
     """
-    RWKV World tokenizer: greedy longest match over the bytes of the text, on the tokenizers library, with offsets and
-    a `tokenizer.json` that loads without this package. A regular expression finds the longest match: the vocabulary
-    as a trie, with each continuation as an optional group.
+    RWKV World tokenizer: greedy longest match over the bytes of the text, with offsets and a `tokenizer.json` that
+    loads without this package. There a regular expression finds the longest match: the vocabulary as a trie, with each
+    continuation as an optional group.
+
+    Here a trie in C, compiled at first use, finds the ids, offsets and words of a text or a list of texts, truncated
+    and padded or not. The tokenizers library, which takes some forty times as long, gives the same. It is called for
+    pairs, words, strides, overflowing tokens and token types; for texts with an added token that depends on what is
+    around it; if components of `backend_tokenizer` are not those of World; and without a C compiler, with a warning.
+    (After the first call, another component of the same type is noticed only if it is the normalizer or the
+    post-processor.) The encodings of the trie have what can be read from a `tokenizers.Encoding`, and not the methods
+    that change it.
 
     The ids 1 to 65529 are the tokens. Id 0 is the boundary between documents, written `<|endoftext|>`: it is the BOS,
     EOS and padding token. So `vocab_size` is 65530. Published models have 65536 embeddings: the first added tokens get
@@ -346,7 +354,7 @@ class RwkvWorldTokenizerFast(SelfContainedMixin, PreTrainedTokenizerFast):
 
     As strings, tokens are in the alphabet of byte-level tokenizers, in which a space is `Ġ`. If ids decode to bytes
     that are not UTF-8, the text contains U+FFFD; [`decode_bytes`] has the bytes themselves. [`encode_bytes`] takes any
-    bytes, and is the fastest way to the ids of a long text.
+    bytes, and is the fastest way to the ids of a text.
 
     Args:
         vocab_file: path of the vocabulary; the World models' if this and `tokenizer_file` are None.
@@ -388,6 +396,7 @@ class RwkvWorldTokenizerFast(SelfContainedMixin, PreTrainedTokenizerFast):
             boundary = _boundary(kwargs.get("added_tokens_decoder"))
             tokens = read_vocabulary(_find_vocabulary(vocab_file, kwargs.get("name_or_path")))
             self._tokenizer = _build_backend(tokens, boundary)
+            self._encoder = shared_encoder(tuple(tokens))
         else:
             boundary = DOCUMENT_BOUNDARY
         special = _special_tokens(
