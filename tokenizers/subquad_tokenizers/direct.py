@@ -24,6 +24,7 @@ OF_CALLS = {
     *("add_special_tokens", "return_attention_mask", "return_length", "return_offsets_mapping"),
     *("return_special_tokens_mask", "return_tensors", "split_special_tokens", "verbose"),
 }
+_SEVERAL = list, tuple
 # The ids before and after a text without special tokens around it.
 _NOTHING = (), ()
 # Arguments of `_encode_plus` that are left to the library unless they are false.
@@ -166,7 +167,7 @@ class Direct:
         What the `_encode_plus` of a tokenizer returns for a text or a list of texts. None if that has to be called,
         because of `others` or what is in a text.
         """
-        batched = isinstance(text, list | tuple) and len(text) > 0
+        batched = isinstance(text, _SEVERAL) and len(text) > 0
         texts = text if batched else [text]
         around = self._around if add_special_tokens else _NOTHING
         if not self._encodes or around is None or (others and (others.keys() - UNUSED or any(others.values()))):
