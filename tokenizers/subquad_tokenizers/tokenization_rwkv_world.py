@@ -396,7 +396,6 @@ class RwkvWorldTokenizerFast(SelfContainedMixin, PreTrainedTokenizerFast):
             boundary = _boundary(kwargs.get("added_tokens_decoder"))
             tokens = read_vocabulary(_find_vocabulary(vocab_file, kwargs.get("name_or_path")))
             self._tokenizer = _build_backend(tokens, boundary)
-            self._encoder = shared_encoder(tuple(tokens))
         else:
             boundary = DOCUMENT_BOUNDARY
         special = _special_tokens(
@@ -473,11 +472,9 @@ class RwkvWorldTokenizerFast(SelfContainedMixin, PreTrainedTokenizerFast):
     # package only
     @functools.wraps(PreTrainedTokenizerFast.__call__)
     def __call__(self, text=None, *arguments, **options):
-        # The same for a call, without truncation or padding.
+        # The same for a call. Without truncation and padding there is nothing to be found out before.
         if text is not None and not arguments and options.keys() <= OF_CALLS:
-            encoded = self._get_direct().call(self, text, **options)
-            if encoded is not None:
-                return encoded
+            return self._encode_plus(text, **options)
         return super().__call__(text, *arguments, **options)
 
     # package only
@@ -489,7 +486,7 @@ class RwkvWorldTokenizerFast(SelfContainedMixin, PreTrainedTokenizerFast):
         return super()._encode_plus(text, text_pair, *arguments, **options)
 
     def decode(self, token_ids, skip_special_tokens=False, **options):
-        """As in transformers, which looks at every id of a list twice."""
+        """As in transformers, which looks at every id of a list one by one."""
         if type(token_ids) is list and token_ids:
             if type(token_ids[0]) is list:
                 return [self._decode(each, skip_special_tokens, **options) for each in token_ids]
