@@ -100,10 +100,8 @@ class Direct:
     def encode(self, text: str, split_special_tokens: bool, add_special_tokens: bool) -> list[int] | None:
         """The ids of a text. None if the tokenizers library has to find them."""
         around = self._around if add_special_tokens else _NOTHING
-        if not self._encodes or around is None or self._refuses(text):
-            return None
-        ids = self._encode(text, split_special_tokens)
-        return ids if around == _NOTHING else [*around[0], *ids, *around[1]]
+        ids = self._encode(text, split_special_tokens) if self._encodes and around is not None else None
+        return ids if ids is None or around == _NOTHING else [*around[0], *ids, *around[1]]
 
     def _holds_added(self, text: str) -> bool:
         if len(self._contents) <= FEW:
@@ -113,9 +111,11 @@ class Direct:
     def _refuses(self, text: str) -> bool:
         return any(map(text.__contains__, self._refused))
 
-    def _encode(self, text: str, split_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, split_special_tokens: bool) -> list[int] | None:
         if not self._holds_added(text):
             return self._functions.encode_text(text)
+        if self._refuses(text):
+            return None
         ids: list[int] = []
         for part, index in self._parts(text, split_special_tokens):
             if index is None:
@@ -187,7 +187,7 @@ class Direct:
         offsets: list[list[tuple[int, int]]] = []
         firsts = {}
         for row, each in enumerate(texts):
-            if not isinstance(each, str) or self._refuses(each):
+            if not isinstance(each, str) or (self._refused and self._refuses(each)):
                 return None
             if return_offsets_mapping:
                 found, pairs = self.locate(each, split_special_tokens)
