@@ -609,7 +609,9 @@ class _Texts(dict):
         return b""
 
     def join(self, ids: Sequence[int]) -> bytes:
-        return b"".join(map(self.__getitem__, map(operator.index, ids)))
+        if type(sum(ids)) is not int:  # also 1.0 would be found
+            ids = [*map(operator.index, ids)]
+        return b"".join(map(self.__getitem__, ids))
 
 
 def _tokens_by_id(backend: tokenizers.Tokenizer) -> dict[int, bytes]:
