@@ -340,7 +340,7 @@ class RwkvWorldTokenizerFast(SelfContainedMixin, PreTrainedTokenizerFast):
     continuation as an optional group.
 
     Here a trie in C, compiled at first use, finds the ids, offsets and words of a text or a list of texts, truncated
-    and padded or not. The tokenizers library, which takes some forty times as long, gives the same. It is called for
+    and padded or not. The tokenizers library, which takes 5 to 50 times as long, gives the same. It is called for
     pairs, words, strides, overflowing tokens and token types; for texts with an added token that depends on what is
     around it; if components of `backend_tokenizer` are not those of World; and without a C compiler, with a warning.
     (After the first call, another component of the same type is noticed only if it is the normalizer or the
