@@ -368,15 +368,18 @@ class RecurrentBatchingManager(ContinuousBatchingManager):
 
     def _deliver(self, outputs: list[GenerationOutput]) -> None:
         """Gives outputs to their handlers, or keeps them to be taken. Called under the lock."""
+        calls: dict[asyncio.AbstractEventLoop, list[tuple[Callable, GenerationOutput]]] = {}
         for output in outputs:
             if (handler := self._handlers.get(output.request_id)) is None:
                 self._results.append(output)
                 continue
             callback, loop = handler
+            calls.setdefault(loop, []).append((callback, output))
             if output.status in (RequestStatus.FINISHED, RequestStatus.FAILED):
                 del self._handlers[output.request_id]
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for the output
-                loop.call_soon_threadsafe(callback, output)
+        for loop, several in calls.items():
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for the outputs
+                loop.call_soon_threadsafe(_call_all, several)  # a wake-up takes longer than a call
         self._changed.notify_all()
 
     # The thread.
@@ -444,6 +447,11 @@ class RecurrentBatchingManager(ContinuousBatchingManager):
                     self._unfinished.pop(request.request_id, None)
             if outputs:
                 self._deliver(outputs)
+
+
+def _call_all(calls: list[tuple[Callable, GenerationOutput]]) -> None:
+    for callback, output in calls:
+        callback(output)
 
 
 def _prefix_cache_of(model: "PreTrainedModel", config: ContinuousBatchingConfig) -> Any:
