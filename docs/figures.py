@@ -41,7 +41,7 @@ BY_LENGTH = {
 }
 # Presets of about one size, and how far their labels move, in points.
 PRESETS = {"avey-1.5b": 0, "gecko-1b": 0, "raven-0.8b": 0, "goose-1.5b": -7, "finch-1.6b": 6}
-SERVERS = {"vLLM": OURS, "transformers serve": GREY}
+SERVERS = {"transformers serve": OURS, "vLLM": OTHER, "transformers serve, one after the other": GREY}
 ANSWERS = {"tokens_per_second": "tokens per second", "answer_median_seconds": "seconds until an answer is whole"}
 PHASES = {"short": "2,000 short requests, 16 at a time", "waiting": "64 being answered, 1,000 waiting"}
 # Packages on a CPU: colour, and rows of the record with 32, 8 and 4 bits.
@@ -176,13 +176,12 @@ def serving() -> Figure:
         for server, colour in SERVERS.items():
             rows = [row for row in record["rows"] if row["server"] == server]
             x, y = [row["clients"] for row in rows], [row[field] for row in rows]
-            axes.plot(x, y, color=colour, marker="o")
-            text = f"{server}: {y[-1]:,.0f}" if y[-1] >= 10 else f"{server}: {y[-1]:.1f}"
-            axes.annotate(text, (x[-1], y[-1]), (0, 6), color=colour, ha="right", **POINTS)
+            axes.plot(x, y, color=colour, marker="o", label=server)
         axes.set_xscale("log", base=2)
         axes.set_xticks(x, [str(clients) for clients in x])
         axes.set(title=title, xlabel="clients")
         axes.set_ylim(0, axes.get_ylim()[1] * 1.1)
+    figure.legend(*panels[0].get_legend_handles_labels(), **BELOW)
     return figure
 
 

@@ -78,6 +78,8 @@ class Options:
         for name, allowed in UNSUPPORTED.items():
             if (value := getattr(config, name, None)) not in allowed:
                 raise ValueError(f"`{name}` is {value!r}: continuous batching does not support it.")
+        if config.eos_token_id in (-1, [-1]):  # as transformers' managers understand it
+            config.eos_token_id = None
         config.validate()
         self.config = config
         model._prepare_special_tokens(config, kwargs_has_attention_mask=True, device=model.device)
