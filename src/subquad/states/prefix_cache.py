@@ -135,7 +135,7 @@ class PrefixCache:
 
         Returns:
             a cache of one row that has read the longest known beginning; and the numbers of tokens after which the
-            state is to be [`put`][PrefixCache.put] here, in rising order, the last one of them the length of the text.
+            state is to be given to [`~PrefixCache.put`], in rising order, the last one of them the length of the text.
         """
         self._check_model(model)
         ids = np.asarray(ids.cpu() if isinstance(ids, torch.Tensor) else ids, dtype=np.int64)
