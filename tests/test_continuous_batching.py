@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from cases import CASES, GREEDY, TEXT, TRAINED_GENERATING, VARIANTS, VISUAL, each
+from cases import AVEY, CASES, GREEDY, RAVEN_BOTH, RAVEN_FULL, TEXT, TRAINED_GENERATING, VARIANTS, VISUAL, each
 from test_prefix_cache import Counted
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation import ContinuousBatchingManager
@@ -19,7 +19,8 @@ from subquad_tokenizers import ByteTokenizer
 
 
 FINCH = CASES["rwkv6"]
-CONSTANT = [case for case in (*TEXT, *VARIANTS, *TRAINED_GENERATING) if not case.growing]
+GROWING = (AVEY, RAVEN_FULL, RAVEN_BOTH)
+CONSTANT = [case for case in (*TEXT, *VARIANTS, *TRAINED_GENERATING) if not (case.growing or case in GROWING)]
 # Few rows and short pieces, so that requests wait, rows are reused and prompts are read in pieces.
 TIGHT = {"max_requests_per_batch": 5, "max_batch_tokens": 16}
 
@@ -462,7 +463,7 @@ def test_prefix_cache(monkeypatch):
 @pytest.mark.fast
 def test_models_without_it():
     """`transformers serve` looks for the method, and then answers one request after the other."""
-    for case in (CASES["avey"], CASES["raven-full"]):
+    for case in GROWING:
         model = case.model()
         assert not hasattr(model, "init_continuous_batching")
         with pytest.raises(ValueError, match="grows with the text"):
