@@ -92,8 +92,11 @@ def custom_op(
     call_backward = _with_shortcut(backward, run_backward, [], transformed=transformed_backward)
 
     def keep(ctx, inputs, output):
-        kept = (*output[outputs - saved :], *[None] * hints)[: saved + hints] if saved or hints else ()
-        ctx.mark_non_differentiable(*kept[:saved])
+        kept = output[outputs - saved : outputs] if saved else ()
+        ctx.mark_non_differentiable(*kept)
+        # Empty hints are as in a trace, because a checkpoint wants the same tensors of both kinds of calls.
+        found = output[outputs:] if hints else ()
+        kept = (*kept, *(x if x.numel() else None for x in found), *[None] * (hints - len(found)))
         ctx.save_for_backward(*(x if isinstance(x, torch.Tensor) else None for x in (*kept, *inputs)))
         ctx.options = [None if isinstance(x, torch.Tensor) else x for x in (*kept, *inputs)]
 
