@@ -45,9 +45,8 @@ def custom_op(
         gradients: number of leading inputs that have gradients.
         outputs: number of outputs.
         saved: number of trailing outputs that only the backward pass needs. It takes them instead of their gradients.
-        hints: number of further results of the implementations that spare the backward pass work, for which it has
-            arguments before the inputs. They are None in a trace, because their shapes may depend on sizes in a way
-            that a trace cannot express.
+        hints: number of further results that spare the backward pass work, which has arguments for them before the
+            inputs. They are None in a trace, which cannot express all of their shapes.
     """
     written = [n for n, x in enumerate(inspect.signature(eager).parameters) if x in mutates_args]
     operator = name.rstrip("_")
@@ -94,9 +93,8 @@ def custom_op(
     def keep(ctx, inputs, output):
         kept = output[outputs - saved : outputs] if saved else ()
         ctx.mark_non_differentiable(*kept)
-        # Empty hints are as in a trace, because a checkpoint wants the same tensors of both kinds of calls.
-        found = output[outputs:] if hints else ()
-        kept = (*kept, *(x if x.numel() else None for x in found), *[None] * (hints - len(found)))
+        # A checkpoint wants the same tensors of all calls, and a trace has no hints.
+        kept += (*(x if x.numel() else None for x in output[outputs:]), *[None] * hints)[:hints] if hints else ()
         ctx.save_for_backward(*(x if isinstance(x, torch.Tensor) else None for x in (*kept, *inputs)))
         ctx.options = [None if isinstance(x, torch.Tensor) else x for x in (*kept, *inputs)]
 
