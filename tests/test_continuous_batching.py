@@ -303,6 +303,26 @@ def test_memory_that_is_short(error):
     assert output.error == str(error)
 
 
+def test_memory_that_is_short_after_a_token(monkeypatch):
+    """Requests that end with this token are answered, and the others are read again."""
+    forget, calls = rows_module.Rows.forget, []
+
+    def fail_once(self, requests):
+        if requests and not calls:
+            calls.append(requests)
+            raise torch.OutOfMemoryError("full")
+        forget(self, requests)
+
+    monkeypatch.setattr(rows_module.Rows, "forget", fail_once)
+    model, texts = finch(), prompts(5)
+    with batching(model) as manager:
+        outputs = collect(manager, [manager.add_request(ids, max_new_tokens=2 + n) for n, ids in enumerate(texts)])
+    for number, (ids, output) in enumerate(zip(texts, outputs, strict=True)):
+        assert is_greedy(model, ids, output.generated_tokens) and len(output.generated_tokens) == 2 + number
+    assert calls
+    nothing_is_left(manager)
+
+
 def test_memory_for_states(monkeypatch):
     model, texts, most = finch(), prompts(20), []
     nbytes = model(torch.tensor([texts[0]])).cache.nbytes
@@ -347,7 +367,7 @@ def test_weights_that_change(persistent):
                 weight.add_(torch.randn_like(weight), alpha=0.1)
 
 
-def test_stopping():
+def test_stopping(caplog):
     model, texts = finch(), prompts(20)
     manager = model.init_continuous_batching(GenerationConfig(**GREEDY))
     names = manager.add_requests(texts, max_new_tokens=10_000)  # before it is started
@@ -360,7 +380,9 @@ def test_stopping():
     (output,) = collect(manager, [manager.add_request(texts[0], max_new_tokens=6)])
     assert output.generated_tokens == alone(model, texts[0], max_new_tokens=6)
     manager.stop(keep_for_next_session=True)
-    assert model.init_continuous_batching() is manager
+    assert model.init_continuous_batching() is manager and not caplog.text
+    assert model.init_continuous_batching(GenerationConfig(max_new_tokens=3)) is manager
+    assert "The kept manager has other configurations" in caplog.text
     model.destroy_cached_continuous_batching_manager()
     assert model.init_continuous_batching() is not manager
     nothing_is_left(manager)

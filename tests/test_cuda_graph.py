@@ -226,7 +226,7 @@ def test_continuous_batching(case, calls):
     batch.waiting.extend(requests)
     steps = 0
     with torch.no_grad():
-        while batch.unfinished:
+        while batch.has_work:
             for _ in batch.step():
                 pass
             steps += 1

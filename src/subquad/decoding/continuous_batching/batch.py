@@ -46,9 +46,14 @@ class Prompts:
     stops: tuple[int, ...] = ()
 
     @property
-    def everybody(self) -> list[Request]:
-        """The requests that have not ended."""
-        return [request for row in self.requests for request in row if not request.is_finished]
+    def places(self) -> dict[Request, int]:
+        """The requests that have not ended, and the row of each."""
+        return {each: row for row, several in enumerate(self.requests) for each in several if not each.is_finished}
+
+    @property
+    def is_read(self) -> bool:
+        """Whether all tokens have been read."""
+        return self.read == self.ids.shape[1]
 
 
 class Batch:
@@ -83,11 +88,6 @@ class Batch:
         self._is_measured = False
 
     @property
-    def unfinished(self) -> list[Request]:
-        """All requests that have not ended."""
-        return [*self.rows.requests, *(self.prompts.everybody if self.prompts else ()), *self.waiting]
-
-    @property
     def has_work(self) -> bool:
         """Whether there is a request that has not ended."""
         return bool(self.waiting) or self.prompts is not None or self.rows.cache is not None
@@ -98,17 +98,8 @@ class Batch:
         fail_all(requests, "The request was cancelled.")
         self.waiting = deque(each for each in self.waiting if each not in gone)
         self.rows.forget(requests)
-        if self.prompts is not None and not self.prompts.everybody:
+        if self.prompts is not None and not self.prompts.places:
             self.prompts = None
-
-    def clear(self, error: BaseException | str) -> list[Request]:
-        """Ends all requests with an error, and returns them."""
-        requests = self.unfinished
-        fail_all(requests, error)
-        self.waiting.clear()
-        self.prompts = None
-        self.rows.clear()
-        return requests
 
     def step(self) -> Iterator[list[Request]]:
         """
@@ -187,21 +178,17 @@ class Batch:
             self.prefix_cache.put(prompts.ids[0, :end], prompts.cache)
         if end < length:
             return []
-        requests = prompts.everybody
-        of_request = {each: row for row, several in enumerate(prompts.requests) for each in several}
-        index = torch.tensor([of_request[each] for each in requests], device=out.logits.device)
-        choose_tokens(requests, out.logits[:, -1].index_select(0, index), self.generator, self.with_logprobs)
+        requests, logits = list(prompts.places), out.logits[list(prompts.places.values()), -1]
+        choose_tokens(requests, logits, self.generator, self.with_logprobs)
         return requests
 
     def _decode(self) -> list[Request]:
         """Gives rows to the requests whose prompts have been read, and lets all running ones generate a token."""
-        if (prompts := self.prompts) is not None and prompts.read == prompts.ids.shape[1]:
-            rows = [(row, each) for row, several in enumerate(prompts.requests) for each in several]
-            rows = [(row, each) for row, each in rows if not each.is_finished]
-            if rows:
+        if (prompts := self.prompts) is not None and prompts.is_read:
+            if places := prompts.places:
                 self._measure(prompts.cache)
-                prompts.cache.batch_select_indices(torch.tensor([row for row, _ in rows]))
-                self.rows.put([each for _, each in rows], prompts.cache)
+                prompts.cache.batch_select_indices(torch.tensor(list(places.values())))
+                self.rows.put(list(places), prompts.cache)
             self.prompts = None
         if not (running := self.rows.requests):
             return []
@@ -226,33 +213,34 @@ class Batch:
             self.most = room
 
     def _fail_prompts(self, error: Exception) -> list[Request]:
-        """Ends the requests whose prompts were not read, or lets them wait again. Returns those that have ended."""
+        """Called when prompts could not be read. Returns the requests that have ended."""
         prompts, self.prompts = self.prompts, None
-        requests = [] if prompts is None else prompts.everybody
-        if _is_out_of_memory(error) and self.piece > 1:
+        if short := _is_out_of_memory(error) and self.piece > 1:
             self.piece //= 2
             logger.warning(f"Memory was short, so prompts are read {self.piece} tokens at a time: {error}")
-            self.waiting.extendleft(reversed(requests))
-            return []
-        logger.error("Prompts could not be read.", exc_info=error)
-        fail_all(requests, error)
-        return requests
+        return self._give_up([] if prompts is None else list(prompts.places), error, short)
 
     def _fail_running(self, error: Exception) -> list[Request]:
-        """Ends the running requests, or lets them be read again. Returns those that have ended."""
-        requests = [request for request in self.rows.requests if not request.is_finished]
-        if self.prompts is not None and self.prompts.read == self.prompts.ids.shape[1]:
-            requests += self.prompts.everybody
+        """Called when running requests could not get a token. Returns the requests that have ended."""
+        requests = self.rows.requests
+        if self.prompts is not None and self.prompts.is_read:
+            requests = [*requests, *(each for each in self.prompts.places if each not in requests)]
             self.prompts = None
         self.rows.clear()
-        if _is_out_of_memory(error) and len(requests) > 1:
+        if short := _is_out_of_memory(error) and len(requests) > 1:
             self.most = len(requests) // 2
             logger.warning(f"Memory was short, so only {self.most} requests run at a time: {error}")
-            self.waiting.extendleft(reversed(requests))
-            return []
-        logger.error("A token could not be generated.", exc_info=error)
-        fail_all(requests, error)
-        return requests
+        return self._give_up(requests, error, short)
+
+    def _give_up(self, requests: list[Request], error: Exception, again: bool) -> list[Request]:
+        """Lets requests wait again, or ends them with an error. Returns those that have ended."""
+        left = [request for request in requests if not request.is_finished]
+        if again:
+            self.waiting.extendleft(reversed(left))
+        else:
+            logger.error("A step of continuous batching has failed.", exc_info=error)
+            fail_all(left, error)
+        return [request for request in requests if request.is_finished]
 
 
 def _is_out_of_memory(error: Exception) -> bool:

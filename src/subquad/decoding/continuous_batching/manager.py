@@ -40,9 +40,9 @@ APPLY = {
     "allow_block_sharing",
     "scheduler_type",
 }
-# Running requests and prompt tokens of a step, if none are given, by the kind of device.
-DEFAULTS = {"cpu": (64, 1024)}
-ON_A_GPU = (256, 4096)
+# Running requests, prompt tokens of a step, and the part of the free memory for states, if they are not given.
+ON_A_CPU = (64, 1024, 0.6)
+ON_A_GPU = (256, 4096, 0.8)
 # The seconds that a request waits for a place in a full queue.
 PATIENCE = 10
 # The number of different options of requests that are kept.
@@ -91,14 +91,13 @@ class RecurrentBatchingManager(ContinuousBatchingManager):
         self.generation_config = model.generation_config if generation_config is None else generation_config
         self._options: dict[str, Options] = {}
         self._default = self._options_of(self.generation_config, {})
-        most, piece = DEFAULTS.get(model.device.type, ON_A_GPU)
-        memory = config.max_memory_percent or (0.6 if model.device.type == "cpu" else 0.8)
+        most, piece, memory = ON_A_CPU if model.device.type == "cpu" else ON_A_GPU
         self._new_batch = functools.partial(
             Batch,
             model,
             config.max_requests_per_batch or most,
             config.max_batch_tokens or piece,
-            memory,
+            config.max_memory_percent or memory,
             None if config.seed is None else torch.Generator(model.device).manual_seed(config.seed),
             config.return_logprobs,
         )
@@ -221,10 +220,10 @@ class RecurrentBatchingManager(ContinuousBatchingManager):
         Args:
             input_ids: the ids of the prompt.
             request_id: its name; None makes one.
-            max_new_tokens: the number of tokens to generate at most. By default that of `generate`.
+            max_new_tokens: the maximum number of tokens to generate; by default as in `generate`.
             streaming: whether every token is delivered, not only the whole answer.
             record_timestamps: whether the output has the time of each token.
-            eos_token_id: ids that end the answer, -1 for none; by default those of the options.
+            eos_token_id: end-of-sequence ids, -1 for none; by default those of the generation config.
             options: options of `generate` for this request; also `seed`, with which its random numbers do not depend
                 on other requests, and `tokenizer`, which `stop_strings` need.
 
@@ -258,7 +257,7 @@ class RecurrentBatchingManager(ContinuousBatchingManager):
     def _add(
         self, inputs: list[list[int]], names: list[str | None], fields: dict[str, Any], options: dict[str, Any]
     ) -> list[str]:
-        """Adds requests, whose `fields` are those of a [`Request`]. Returns their names."""
+        """Adds requests; `fields` are arguments of [`Request`]. Returns their names."""
         options = {**(SERVED.get() or {}), **{name: value for name, value in options.items() if value is not None}}
         config, seed = options.pop("generation_config", self.generation_config), options.pop("seed", None)
         copies = config.num_return_sequences or 1
@@ -389,11 +388,12 @@ class RecurrentBatchingManager(ContinuousBatchingManager):
 
     @torch.no_grad()
     def _run(self) -> None:
-        batch, error = None, "The manager was stopped before the request ended."
+        error = "The manager was stopped before the request ended."
         try:
             if self.model.device.type == "cuda":
                 torch.cuda.set_device(self.model.device)
-            batch = self._new_batch(prefix_cache=_prefix_cache_of(self.model, self.continuous_batching_config))
+            shares = self.continuous_batching_config.allow_block_sharing
+            batch = self._new_batch(prefix_cache=self.model.prefix_cache_of_its_own() if shares else None)
             while self._take(batch):
                 for changed in batch.step():
                     self._hand_over(changed)
@@ -404,8 +404,6 @@ class RecurrentBatchingManager(ContinuousBatchingManager):
             if self._was_training:
                 self.model.train()
             with self._changed:
-                if batch is not None:
-                    batch.clear(error)
                 for request in self._unfinished.values():
                     if not request.is_finished:
                         request.fail(error)
@@ -454,11 +452,6 @@ def _call_all(calls: list[tuple[Callable, GenerationOutput]]) -> None:
         callback(output)
 
 
-def _prefix_cache_of(model: "PreTrainedModel", config: ContinuousBatchingConfig) -> Any:
-    """The prefix cache that `generate` would use, if there is one."""
-    return model.prefix_cache_of_its_own() if config.allow_block_sharing else None
-
-
 def _warn_of_fields(config: ContinuousBatchingConfig) -> None:
     """Warns of fields without effect."""
     default = ContinuousBatchingConfig()
@@ -487,9 +480,21 @@ def start_manager(
     continuous_batching_config: ContinuousBatchingConfig | None = None,
     workload_hints: Any = None,
 ) -> RecurrentBatchingManager:
-    """`model.init_continuous_batching`: a manager that is not started, or one that was kept for the next session."""
-    kept = model.__dict__.get("_cached_continuous_batching_manager")
-    return kept or RecurrentBatchingManager(model, generation_config, continuous_batching_config)
+    """
+    `model.init_continuous_batching`: a manager that is not started, or one that was kept for the next session, with
+    its own configurations. `workload_hints` sizes pages of keys and values, so it has no effect.
+    """
+    if (kept := model.__dict__.get("_cached_continuous_batching_manager")) is None:
+        return RecurrentBatchingManager(model, generation_config, continuous_batching_config)
+    own = kept.generation_config, kept.continuous_batching_config
+    if any(
+        each not in (None, x) for each, x in zip((generation_config, continuous_batching_config), own, strict=True)
+    ):
+        logger.warning(
+            "The kept manager has other configurations than the given ones, which have no effect. Call "
+            "`destroy_cached_continuous_batching_manager` first."
+        )
+    return kept
 
 
 @contextlib.contextmanager
@@ -503,7 +508,10 @@ def batching_context(
     warmup: bool = True,
     workload_hints: Any = None,
 ) -> Iterator[RecurrentBatchingManager]:
-    """`model.continuous_batching_context_manager`: a manager that runs inside of the context."""
+    """
+    `model.continuous_batching_context_manager`: a manager that runs inside of the context. There is nothing to warm
+    up, so `warmup` has no effect.
+    """
     manager = start_manager(model, generation_config, continuous_batching_config)
     manager.start()
     try:

@@ -70,6 +70,7 @@ class Options:
         overrides: dict[str, Any],
         tokenizer: Any = None,
     ):
+        # Options are looked up by the identity of their tokenizer, so it must live as long.
         self.model, self.tokenizer = model, tokenizer
         config, unknown = model._prepare_generation_config(generation_config)
         unknown |= config.update(**overrides)
