@@ -74,9 +74,6 @@ class GreedyEncoder:
             from transformers.utils import logging  # heavy
 
             logger = logging.get_logger(__name__)
-            from transformers.utils import logging  # heavy
-
-            logger = logging.get_logger(__name__)
             logger.warning_once(f"The World tokenizer runs without its C library, and more slowly: {reason}.")
 
     # Nothing ever changes, so copies may share the encoder. A pickle only needs the tokens.
