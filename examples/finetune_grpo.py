@@ -61,7 +61,7 @@ def reward(prompts: list[str], completions: list[str], **kwargs) -> list[float]:
 
 
 def share_of_full_bars(text: str) -> float:
-    """The share of the inner bars of a tune that have the length of its metre; 0 if it is no tune."""
+    """The share of the inner bars of a tune that have the length of its metre; 0 if the text is not a tune."""
     try:
         tune = parse_tune(text[: text.rindex("|") + 1])
     except (AbcError, ValueError):  # no bar line

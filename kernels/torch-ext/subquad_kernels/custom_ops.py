@@ -93,7 +93,7 @@ def custom_op(
     def keep(ctx, inputs, output):
         kept = output[outputs - saved : outputs] if saved else ()
         ctx.mark_non_differentiable(*kept)
-        # A checkpoint wants the same tensors of all calls, and a trace has no hints.
+        # Checkpointing needs the same saved tensors in eager and traced calls, and a trace has no hints.
         kept += (*(x if x.numel() else None for x in output[outputs:]), *[None] * hints)[:hints] if hints else ()
         ctx.save_for_backward(*(x if isinstance(x, torch.Tensor) else None for x in (*kept, *inputs)))
         ctx.options = [None if isinstance(x, torch.Tensor) else x for x in (*kept, *inputs)]

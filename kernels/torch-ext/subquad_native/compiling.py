@@ -24,7 +24,7 @@ _kept: list[tempfile.TemporaryDirectory] = []
 
 
 class Unavailable(Exception):
-    """There is no library. The message gives the reason."""
+    """The library is not available. The message gives the reason."""
 
 
 class CompiledLibrary(Generic[T]):
@@ -64,7 +64,7 @@ class CompiledLibrary(Generic[T]):
         that it depends on.
 
         Raises:
-            Unavailable: if there is no library.
+            Unavailable: if the library is not available.
         """
         if os.environ.get("SUBQUAD_NATIVE") == "0":
             raise Unavailable("SUBQUAD_NATIVE=0")

@@ -103,7 +103,7 @@ class FusedBlock(Block):
 
     def limits(self) -> tuple[Collection[torch.dtype], Callable[[int], bool]]:
         if (found := library()) is None:
-            raise ValueError("There is no library.")
+            raise ValueError("The C library is not available.")
         return found.dtypes, found.fits_head
 
     def take(self, parameters: dict[str, torch.Tensor]) -> None:
