@@ -146,6 +146,12 @@ def test_chunks_that_enter_the_memory(name, dtype, rows):
     compare(make(name, dtype), rows, tokens=11 if rows < 17 else 5, masks=rows > 1, bos=(5, 6))
 
 
+@pytest.mark.parametrize("name", ["finch", "goose"])
+def test_inputs_of_several_programs(name):
+    """The programs of an output leave their sums to the last one, in this call and in the next."""
+    compare(make(name, hidden_size=192, intermediate_size=400, **({"head_dim": 64} if name == "goose" else {})), 2)
+
+
 @pytest.mark.parametrize("rows", [1, 2])
 def test_raven_of_several_tiles(rows):
     """All slots are written to."""
@@ -226,8 +232,9 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-# The launches of one block. A change of these numbers is a change of the time that a token takes.
-LAUNCHES = {"eagle": 7, "finch": 8, "goose": 7, "raven": 8, "raven-plain": 8, "gecko": 15, "gecko-plain": 15}
+# The launches of one block for one row, and for more. A change of these numbers is a change of the time of a token.
+LAUNCHES = {name: (8, 8) for name in ("finch", "raven", "raven-plain")}
+LAUNCHES |= {"eagle": (7, 7), "goose": (7, 8), "gecko": (15, 15), "gecko-plain": (15, 15)}
 # Of single tokens, which a block's kernels stand between.
 OPERATORS = ("slot_memory", "timestep_decay_norm", "cema", "chunk_attention", "working_memory")
 
@@ -252,7 +259,7 @@ def test_launches(name, rows, monkeypatch):
         launched.clear()
         with Operations() as computed:
             read(ids, None, cache)
-        assert len(launched) == layers * LAUNCHES[name] <= layers * 24
+        assert len(launched) == layers * LAUNCHES[name][rows > 1]
         operations.append(computed.names)
     # Whatever torch computes is before or behind the blocks.
     assert operations[0] == operations[1]

@@ -18,23 +18,28 @@ from ..backend import block_size, cdiv, launch, next_power_of_2
 from ..segments import exp, expm1, operands
 
 
+# Constants by whether there is one row. They were the fastest of some dozens for matrices of 2048 x 2048 and 2048 x 7168
+# on an H200, for one row and for 32.
+#
 # Of the products of large matrices: outputs and inputs of a tile, how many tiles are read ahead, and warps; of several
-# products with one row and with more, and of one product. They were the fastest of 17 for matrices of 2048 x 2048 and
-# 2048 x 7168 on an H200. A multiprocessor must wait for some 30 KB at a time, of all of its programs.
+# products, and of one, whose inputs are divided among programs. A multiprocessor must wait for some 30 KB at a time, of
+# all of its programs.
 GROUPED_TILES = {
     True: {"BN": 16, "BK": 256, "STAGES": 1, "num_warps": 4},
-    False: {"BN": 64, "BK": 128, "STAGES": 3, "num_warps": 4},
+    False: {"BN": 32, "BK": 256, "STAGES": 3, "num_warps": 4},
 }
 ADDING_TILES = {
-    True: {"BN": 4, "BK": 1024, "STAGES": 1, "num_warps": 4},
-    False: {"BN": 16, "BK": 256, "STAGES": 3, "num_warps": 2},
+    True: {"BN": 4, "BK": 1024, "STAGES": 1, "PARTS": 1, "num_warps": 4},
+    False: {"BN": 32, "BK": 128, "STAGES": 4, "PARTS": 4, "num_warps": 4},
 }
 # Columns of a first map of a low rank that a program computes: 32 bytes of each row, as the memory has them together.
 COLUMNS = 16
 # Inputs of these maps that a program of the token shift reads at a time, and warps.
-SHIFT = {"BK": 512, "num_warps": 8}
-# Channels that a program mixes, and warps; with the second maps of low ranks and without.
-MIXING = {True: {"BC": 16, "num_warps": 1}, False: {"BC": 128, "num_warps": 1}}
+SHIFT = {True: {"BK": 512, "num_warps": 8}, False: {"BK": 512, "num_warps": 4}}
+# Channels that a program mixes; with the second maps of low ranks, and without.
+MIXED_CHANNELS = {True: (16, 128), False: (32, 128)}
+# Columns of second maps that a program computes of several rows, inputs at a time, and warps.
+SECOND_MAPS = {"BC": 32, "BR": 64, "num_warps": 4}
 # Warps of a program that has the state of a head, with one row and with more.
 HEAD_WARPS = {True: 4, False: 2}
 
@@ -186,12 +191,12 @@ def _tile(pointers, inside, ks, step, K: tl.constexpr, EVEN: tl.constexpr):
 def _products(
     x, weight, outputs, inside, rows, apart, step, K: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-    OVERLAP: tl.constexpr, norm=None, eps=0.0,
+    OVERLAP: tl.constexpr, norm=None, eps=0.0, part=0, PARTS: tl.constexpr = 1,
 ):  # fmt: skip
     """
     x (rows, K) times some outputs of a weight, (ROWS, BN) in float32. Outputs of the weight are `apart`, and inputs
     `step`. With EVEN all outputs are inside. With a norm, its weights, x is normalised by its root mean square, which
-    is found on the way.
+    is found on the way. With several rows, the inputs may be those of one of PARTS alone.
     """
     pointers = weight + outputs.to(tl.int64)[:, None] * apart
     row, columns = tl.arange(0, ROWS), tl.arange(0, BK)
@@ -216,8 +221,9 @@ def _products(
     else:
         sums, squares = tl.zeros((ROWS, BN), tl.float32), tl.zeros((ROWS, BK), tl.float32)
         _wait(OVERLAP)
-        for start in tl.range(0, K, BK, num_stages=STAGES):
-            ks = start + columns
+        size: tl.constexpr = (K + PARTS * BK - 1) // (PARTS * BK) * BK
+        for start in tl.range(0, size, BK, num_stages=STAGES):
+            ks = part * size + start + columns
             tile = _tile(pointers, inside, ks, step, K, EVEN)
             mask = (row < rows)[:, None] & (ks < K)[None, :]
             values = tl.load(x + row[:, None] * K + ks[None, :], mask=mask, other=0.0)
@@ -234,14 +240,14 @@ def _products(
 @triton.jit
 def _first_map(
     program, programs, x, down, rank, function: tl.constexpr, low, rows, K: tl.constexpr, BC: tl.constexpr,
-    BL: tl.constexpr, ROWS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    BL: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Programs 0 to `programs` compute low (rows, rank) = function(x (rows, K) · down (K, rank))."""
     if (program >= 0) & (program < programs):
         row, columns = tl.arange(0, ROWS), program * BC + tl.arange(0, BC)
         inside = columns < rank
-        y = _products(x, down, columns, inside, rows, 1, rank, K, ROWS, BC, BL, False, 1, DOT, PRECISION, OVERLAP)
+        y = _products(x, down, columns, inside, rows, 1, rank, K, ROWS, BC, BL, False, STAGES, DOT, PRECISION, OVERLAP)
         cells = row[:, None] * rank + columns[None, :]
         tl.store(low + cells, _activate(y, function), mask=(row < rows)[:, None] & inside[None, :])
 
@@ -301,44 +307,63 @@ def _grouped_kernel(
     size = rows * K
     at = tl.program_id(0)
     if B0:
-        _first_map(at, B0, x + I0 * size, d0, R0, F0, low, rows, K, BC, BL, ROWS, DOT, PRECISION, OVERLAP)
+        _first_map(at, B0, x + I0 * size, d0, R0, F0, low, rows, K, BC, BL, ROWS, STAGES, DOT, PRECISION, OVERLAP)
     at -= B0
     low += rows * R0
     if B1:
-        _first_map(at, B1, x + I1 * size, d1, R1, F1, low, rows, K, BC, BL, ROWS, DOT, PRECISION, OVERLAP)
+        _first_map(at, B1, x + I1 * size, d1, R1, F1, low, rows, K, BC, BL, ROWS, STAGES, DOT, PRECISION, OVERLAP)
     at -= B1
     low += rows * R1
     if B2:
-        _first_map(at, B2, x + I2 * size, d2, R2, F2, low, rows, K, BC, BL, ROWS, DOT, PRECISION, OVERLAP)
+        _first_map(at, B2, x + I2 * size, d2, R2, F2, low, rows, K, BC, BL, ROWS, STAGES, DOT, PRECISION, OVERLAP)
     at -= B2
     low += rows * R2
     if B3:
-        _first_map(at, B3, x + I3 * size, d3, R3, F3, low, rows, K, BC, BL, ROWS, DOT, PRECISION, OVERLAP)
+        _first_map(at, B3, x + I3 * size, d3, R3, F3, low, rows, K, BC, BL, ROWS, STAGES, DOT, PRECISION, OVERLAP)
 
 
 @triton.jit
 def _adding_kernel(
-    x, weight, gate, stream, rows,
-    N: tl.constexpr, SHARED: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    EVEN: tl.constexpr, STAGES: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    x, weight, gate, stream, sums, arrived, rows,
+    N: tl.constexpr, SHARED: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """
     Adds x (rows, K) times a weight (N, K), and times a gate if there is one, to the residual stream (rows, N). The
     gate is (rows, N), or (N) if it is SHARED by the rows.
+
+    The inputs are divided among PARTS programs. They leave their sums (PARTS, rows, N), and the one that `arrived`
+    last, whichever it is, adds them in order.
     """
     _begin(OVERLAP)
-    row = tl.arange(0, ROWS)
+    row, part = tl.arange(0, ROWS), tl.program_id(1)
     outputs = tl.program_id(0) * BN + tl.arange(0, BN)
     inside = outputs < N
-    y = _products(x, weight, outputs, inside, rows, K, 1, K, ROWS, BN, BK, EVEN, STAGES, DOT, PRECISION, OVERLAP)
+    y = _products(
+        x, weight, outputs, inside, rows, K, 1, K, ROWS, BN, BK, EVEN, STAGES, DOT, PRECISION, OVERLAP,
+        part=part, PARTS=PARTS,
+    )  # fmt: skip
     cells = row[:, None] * N + outputs[None, :]
     mask = (row < rows)[:, None] & inside[None, :]
-    if gate is not None:
-        if SHARED:
-            y *= _load(gate + outputs, inside)[None, :]
-        else:
-            y *= _load(gate + cells, mask)
-    tl.store(stream + cells, (_load(stream + cells, mask) + y).to(stream.dtype.element_ty), mask=mask)
+    last = True
+    if PARTS > 1:
+        tl.store(sums + part * rows * N + cells, y, mask=mask)
+        tl.debug_barrier()  # all have stored
+        arrived += tl.program_id(0)
+        last = tl.atomic_add(arrived, 1, sem="acq_rel") == PARTS - 1
+    if last:
+        if PARTS > 1:
+            tl.store(arrived, 0)  # for the next call
+            y = tl.zeros((ROWS, BN), tl.float32)
+            for n in range(PARTS):
+                y += tl.load(sums + n * rows * N + cells, mask=mask, other=0.0, cache_modifier=".cg")
+        if gate is not None:
+            if SHARED:
+                y *= _load(gate + outputs, inside)[None, :]
+            else:
+                y *= _load(gate + cells, mask)
+        tl.store(stream + cells, (_load(stream + cells, mask) + y).to(stream.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -393,16 +418,52 @@ def _wkv_kernel(
 
 
 @triton.jit
+def _second_map(
+    low, base, up, out, rows, columns, N: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, BC: tl.constexpr,
+    BR: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Some columns of out (rows, N) = low (rows, R) · up (R, N), plus base (N) if there is one."""
+    row, inside = tl.arange(0, ROWS), columns < N
+    y = _products(low, up, columns, inside, rows, 1, N, R, ROWS, BC, BR, False, 1, DOT, PRECISION, False)
+    if base is not None:
+        y += _load(base + columns, inside)[None, :]
+    tl.store(out + row[:, None] * N + columns[None, :], y, mask=(row < rows)[:, None] & inside[None, :])
+
+
+@triton.jit
+def _second_maps_kernel(
+    low, decay, rate, mix, decay_up, rate_up, mix_up, gate_up, out, rows,
+    N: tl.constexpr, RW: tl.constexpr, RA: tl.constexpr, RM: tl.constexpr, RG: tl.constexpr,
+    ROWS: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The second maps of Goose's low ranks, out (4, rows, N), of all rows: each of them would read the maps again."""
+    columns, number, apart = tl.program_id(0) * BC + tl.arange(0, BC), tl.program_id(1), rows * N
+    if number == 0:
+        _second_map(low, decay, decay_up, out, rows, columns, N, RW, ROWS, BC, BR, DOT, PRECISION)
+    low += rows * RW
+    if number == 1:
+        _second_map(low, rate, rate_up, out + apart, rows, columns, N, RA, ROWS, BC, BR, DOT, PRECISION)
+    low += rows * RA
+    if RM:
+        if number == 2:
+            _second_map(low, mix, mix_up, out + 2 * apart, rows, columns, N, RM, ROWS, BC, BR, DOT, PRECISION)
+        low += rows * RM
+    if number == 3:
+        _second_map(low, None, gate_up, out + 3 * apart, rows, columns, N, RG, ROWS, BC, BR, DOT, PRECISION)
+
+
+@triton.jit
 def _delta_kernel(
-    products, low, decay, rate, mix, decay_up, rate_up, mix_up, gate_up, k_k, k_a, bonus, weight, bias, v_first, state,
-    mask, out, eps, rows,
+    products, low, maps, decay, rate, mix, decay_up, rate_up, mix_up, gate_up, k_k, k_a, bonus, weight, bias, v_first,
+    state, mask, out, eps, rows,
     H: tl.constexpr, S: tl.constexpr, BS: tl.constexpr,
     RW: tl.constexpr, RA: tl.constexpr, RM: tl.constexpr, RG: tl.constexpr, BR: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """
     The same of Goose; products (3, rows, H * S) are receptance, key and value, and `low` holds the first maps of
-    decay, rate, mix and gate. Without RM this is the first block, and its values become `v_first`.
+    decay, rate, mix and gate, or `maps` the second ones. Without RM this is the first block, and its values become
+    `v_first`.
     """
     _begin(OVERLAP)
     head, row = tl.program_id(0), tl.program_id(1)
@@ -411,7 +472,6 @@ def _delta_kernel(
     channels = head * S + ks
     here = row * (H * S) + channels
     state += (row * H + head).to(tl.int64) * (S * S)
-    w, a = _load(decay + channels, inside), _load(rate + channels, inside)
     removing, replaced, u = (
         _load(k_k + channels, inside),
         _load(k_a + channels, inside),
@@ -420,21 +480,32 @@ def _delta_kernel(
     weight, bias = _load(weight + channels, inside), _load(bias + channels, inside)
     cells, in_state = ks[:, None] * S + ks[None, :], inside[:, None] & inside[None, :]
     s = tl.load(state + cells, mask=in_state, other=0.0)
-    _wait(OVERLAP)
     apart = rows * (H * S)
+    if maps is None:
+        w, a, m = _load(decay + channels, inside), _load(rate + channels, inside), 0.0
+        if RM:
+            m = _load(mix + channels, inside)
+        _wait(OVERLAP)
+        w += _times_up(low + row * RW, decay_up, channels, inside, RW, H * S, BR)
+        low += rows * RW
+        a += _times_up(low + row * RA, rate_up, channels, inside, RA, H * S, BR)
+        low += rows * RA
+        if RM:
+            m += _times_up(low + row * RM, mix_up, channels, inside, RM, H * S, BR)
+            low += rows * RM
+        gate = _times_up(low + row * RG, gate_up, channels, inside, RG, H * S, BR)
+    else:
+        w, a, m = _load(maps + here, inside), _load(maps + apart + here, inside), 0.0
+        if RM:
+            m = _load(maps + 2 * apart + here, inside)
+        gate = _load(maps + 3 * apart + here, inside)
     r, k = _load(products + here, inside), _load(products + apart + here, inside)
     v = _load(products + 2 * apart + here, inside)
-    w += _times_up(low + row * RW, decay_up, channels, inside, RW, H * S, BR)
-    low += rows * RW
-    a = tl.sigmoid(a + _times_up(low + row * RA, rate_up, channels, inside, RA, H * S, BR))
-    low += rows * RA
     if RM:
-        m = _load(mix + channels, inside) + _times_up(low + row * RM, mix_up, channels, inside, RM, H * S, BR)
         v += (_load(v_first + here, inside) - v) * tl.sigmoid(m)
-        low += rows * RM
     else:
         tl.store(v_first + here, v, mask=inside)
-    gate = _times_up(low + row * RG, gate_up, channels, inside, RG, H * S, BR)
+    a = tl.sigmoid(a)
 
     kappa = k * removing
     kappa /= tl.maximum(tl.sqrt(tl.sum(kappa * kappa, 0)), 1e-12)
@@ -471,7 +542,12 @@ class Token:
         self.dtype = torch.bfloat16 if self.rows > 1 and block.dtype == torch.bfloat16 else torch.float32
         self.heads = self.room(self.rows, block.inner, dtype=self.dtype)
         self.middle = self.room(self.rows, block.middle, dtype=self.dtype)
-        self.overlap = {"OVERLAP": True, "launch_pdl": True} if _overlaps(x.device) else {"OVERLAP": False}
+        if self.rows > 1:
+            self.parts = self.room(ADDING_TILES[False]["PARTS"], self.rows, block.width)
+            self.arrived = self.room(block.width, dtype=torch.int32).zero_()
+        # With several rows, programs that wait take the room of those that work.
+        overlap = self.rows == 1 and _overlaps(x.device)
+        self.overlap = {"OVERLAP": True, "launch_pdl": True} if overlap else {"OVERLAP": False}
 
     def room(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.x.device)
@@ -496,9 +572,10 @@ class Token:
         """Adds a product, times a gate (rows, width) or (width), to the residual stream, or to another tensor."""
         size, inputs = weight.shape
         constants = self.tiles(ADDING_TILES, (size,), inputs, weight.dtype)
-        grid, stream = (cdiv(size, constants["BN"]),), self.x if stream is None else stream
-        shared = gate is not None and gate.dim() == 1
-        launch(_adding_kernel, grid, x, weight, gate, stream, self.rows, N=size, SHARED=shared, **constants)
+        parts = constants["PARTS"] = min(constants["PARTS"], cdiv(inputs, constants["BK"]))
+        grid, stream = (cdiv(size, constants["BN"]), parts), self.x if stream is None else stream
+        shared, room = gate is not None and gate.dim() == 1, (self.parts, self.arrived) if parts > 1 else (None, None)
+        launch(_adding_kernel, grid, x, weight, gate, stream, *room, self.rows, N=size, SHARED=shared, **constants)
 
 
 class ShiftedToken(Token):
@@ -511,32 +588,34 @@ class ShiftedToken(Token):
         self.products, self.v_first = self.room(4, rows, inner), self.room(rows, inner)
         self.gate = self.room(rows, width)
         self.low = self.room(rows * max(block.ranks, 1))
+        self.maps = self.room(4, rows, inner) if rows > 1 and block.kind == "delta_wkv" else None
 
     def mix(self, p: dict, norm: str, before: torch.Tensor, names: tuple[str, ...], block, shifts: bool) -> None:
         """Normalises the stream, and interpolates it with the token before; with low ranks if the block shifts."""
         mu = [p[f"mu_{name}"] for name in names]
         down, up = (p["shift.down"], p["shift.up"]) if shifts else (None, None)
-        sizes = {"D": block.width, "BD": next_power_of_2(block.width)}
+        rows, sizes = self.rows, {"D": block.width, "BD": next_power_of_2(block.width)}
         inputs = self.x, p[norm], p[f"{norm}_bias"], before
         if shifts:
             ranks = down.shape[-1]
             launch(
                 _shift_kernel,
-                (cdiv(ranks, COLUMNS), self.rows),
+                (cdiv(ranks, COLUMNS), rows),
                 *(*inputs, p["mu_x"], down, self.low, block.eps),
                 **sizes,
                 RANKS=ranks,
                 BC=COLUMNS,
-                **SHIFT,
+                **SHIFT[rows == 1],
                 **self.overlap,
             )
-        mixing = MIXING[shifts]
+        channels = MIXED_CHANNELS[rows == 1][not shifts]
         launch(
             _mixing_kernel,
-            (cdiv(block.width, mixing["BC"]), self.rows),
+            (cdiv(block.width, channels), rows),
             *(*inputs, self.mask, *mu, *mu[:1] * (6 - len(mu)), self.low, up, self.mixed, block.eps),
             **sizes,
-            **mixing,
+            BC=channels,
+            num_warps=1,
             MIXES=len(mu),
             RANK=down.shape[-1] // 5 if shifts else 0,
             BR=min(32, block_size(down.shape[-1] // 5)) if shifts else 16,
@@ -627,7 +706,11 @@ def run_delta_block(
     bases = [p.get(f"{name}.base") for name in ("decay", "rate", "mix")]
     ups = [p.get(f"{name}.up") for name in ("decay", "rate", "mix", "gate")]
     ranks = {f"R{letter}": 0 if up is None else up.shape[0] for letter, up in zip("WAMG", ups, strict=True)}
-    arguments = *bases, *ups, p["k_k"], p["k_a"]
+    if token.maps is not None:
+        sizes = {**SECOND_MAPS, **ranks, "N": block.inner, "ROWS": block_size(token.rows), **operands(block.dtype)}
+        grid = cdiv(block.inner, SECOND_MAPS["BC"]), 4
+        launch(_second_maps_kernel, grid, token.low, *bases, *ups, token.maps, token.rows, **sizes)
+    arguments = token.maps, *bases, *ups, p["k_k"], p["k_a"]
     _run_heads(_delta_kernel, token, block, arguments, state, **ranks, BR=64)
     token.add(token.heads, p["output.weight"])
     token.mix(p, "ln2", before_ffn, ("ffn_key",), block, False)
