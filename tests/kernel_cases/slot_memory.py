@@ -125,6 +125,10 @@ for slots, length, documents in ((513, 17, None), (600, None, (3, 0, 9)), (1024,
 for documents in (None, (3, 0, 67)):
     given = {"batch": 1, "length": 70, "heads": 1, "documents": documents}
     EXAMPLES[f"segments, {documents}"] = Example(given, KERNELS, patches={"triton_kernels.MIN_SEGMENT": 32})
+# Rows that are computed apart: of 40 tokens one, of 20 two at a time.
+for batch, length, state in ((2, 40, True), (3, 20, False)):
+    given = {"batch": batch, "length": length, "heads": 1, "state": state}
+    EXAMPLES[f"rows, {length}"] = Example(given, KERNELS, patches={"triton_kernels.MOST_TOKENS": 40})
 for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 8e-3)):
     EXAMPLES[f"total, {dtype}"] = Example(
         {"length": 70, "heads": 1, "decay": "total", "dtype": dtype}, BOTH, tolerance
@@ -158,7 +162,7 @@ OPERATOR = Operator(
     state=lambda arguments, backend: slot_memory_state(
         arguments.get("initial_state"), *(arguments[name] for name in ("k", "v", "log_f")), backend=backend
     ),
-    states=("small", "one token", "no state, 1"),
+    states=("small", "one token", "no state, 1", "rows, 40"),
     wrong_values=WRONG_BOUNDS,
     wrong=[
         ({"q": torch.zeros(2, 5, 2, 7)}, r"`q` must have shape \(2, 5, 2, 8\), got \(2, 5, 2, 7\)"),

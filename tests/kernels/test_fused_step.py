@@ -233,7 +233,7 @@ class Operations(TorchDispatchMode):
 
 
 # The launches of one block for one row, and for more. A change of these numbers is a change of the time of a token.
-LAUNCHES = {name: (8, 8) for name in ("finch", "raven", "raven-plain")}
+LAUNCHES = dict.fromkeys(("finch", "raven", "raven-plain"), (8, 8))
 LAUNCHES |= {"eagle": (7, 7), "goose": (7, 8), "gecko": (15, 15), "gecko-plain": (15, 15)}
 # Of single tokens, which a block's kernels stand between.
 OPERATORS = ("slot_memory", "timestep_decay_norm", "cema", "chunk_attention", "working_memory")

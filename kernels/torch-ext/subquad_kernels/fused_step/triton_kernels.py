@@ -18,12 +18,12 @@ from ..backend import block_size, cdiv, launch, next_power_of_2
 from ..segments import exp, expm1, operands
 
 
-# Constants by whether there is one row. They were the fastest of some dozens for matrices of 2048 x 2048 and 2048 x 7168
-# on an H200, for one row and for 32.
+# Constants, by whether there is one row. They were the fastest of some dozens for 1 and for 32 rows, and matrices of
+# 2048 x 2048 and 2048 x 7168, on an H200.
 #
 # Of the products of large matrices: outputs and inputs of a tile, how many tiles are read ahead, and warps; of several
-# products, and of one, whose inputs are divided among programs. A multiprocessor must wait for some 30 KB at a time, of
-# all of its programs.
+# products, and of one, whose inputs are divided among programs. A multiprocessor must wait for some 30 KB at a time,
+# of all of its programs.
 GROUPED_TILES = {
     True: {"BN": 16, "BK": 256, "STAGES": 1, "num_warps": 4},
     False: {"BN": 32, "BK": 256, "STAGES": 3, "num_warps": 4},

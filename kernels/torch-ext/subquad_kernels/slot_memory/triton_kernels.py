@@ -3,12 +3,14 @@ The slot memory as Triton kernels: division of work, and the kernels of each pas
 
 The forward pass reads the keys of the memory for the logits of the slots, then its values with the softmax of the
 logits; the memories that enter the chunks, of keys and values together, are computed before. The backward pass
-recomputes them, and computes their gradients in reverse.
+recomputes them, and computes their gradients in reverse. Of many tokens, a few rows are computed at a time, so that
+the tensors that pass between the kernels do not grow with the batch.
 """
 
 import torch
 
 from ..backend import block_size, cast, cdiv, common_dtype, contiguous, launch, multiprocessors, next_power_of_2
+from ..documents import count_documents
 from ..segments import Segments, operands, passing
 from .chunk_kernels import (
     _decay_kernel,
@@ -25,6 +27,8 @@ from .step_kernels import _step_kernel, _step_logits_kernel
 # The shortest segment for which computing its entering state pays off. Documents are always cut into segments of at
 # most this length, so that short ones do not wait for long ones.
 MIN_SEGMENT = 512
+# From so many tokens on, summed over heads, rows are computed apart: several times what a GPU computes at a time.
+MOST_TOKENS = 1 << 16
 
 
 class _Plan(Segments):
@@ -115,25 +119,23 @@ class _Plan(Segments):
             **self.pipeline(self.walk_features),
         )
 
-    def walk(self, inputs, initial, *, store=True, reverse=False):
-        """The memories that enter the chunks, if stored, and the memories that leave the sequences."""
+    def walk(self, inputs, initial, final, *, store=True, reverse=False):
+        """The memories that enter the chunks, if stored. Those that leave the sequences are written to `final`."""
         chunk_states = self.state(self.chunks, self.dtype) if store else None
-        final = self.state(self.sequences)
         if self.whole:
             self._walk(inputs, initial, final, None, chunk_states, reverse)
-            return chunk_states, final
+            return chunk_states
         states, totals = self.state(self.segments), self.empty(self.segments, self.heads, self.slots)
         self._walk(inputs, None, states, totals, None, reverse)
         launch(*passing(self, states, totals, initial, final, reverse))
         if store:
             self._walk(inputs, states, None, None, chunk_states, reverse)
-        return chunk_states, final
+        return chunk_states
 
-    def find(self, a, b, decay, writes, states, offset):
+    def find(self, a, b, decay, writes, states, out, offset):
         """
         The readout of a from each slot of b: the logits, or the gradient of their softmax. [`softmax`] completes it.
         """
-        out = self.by_slot()
         self.launch(
             _slots_kernel,
             *(a, b, decay, writes, states, out),
@@ -145,7 +147,6 @@ class _Plan(Segments):
             **self.products,
             **self.pipeline(self.slot_blocks["BM"], chained=a.shape[-1] <= self.slot_blocks["BF"]),
         )
-        return out
 
     def softmax(self, a, b, logits, grads, log_f, decay):
         """
@@ -181,10 +182,9 @@ class _Plan(Segments):
             **self.pipeline(self.feature_blocks["BF"], chained=self.slots <= self.feature_blocks["BM"]),
         )
 
-    def decay_grads(self, q, k, grad_out, v, x_keys, x_values, log_f, decay, *arguments):
+    def decay_grads(self, q, k, grad_out, v, x_keys, x_values, log_f, decay, *arguments, out):
         """The gradient of log_f."""
-        out, sizes = self.by_slot(), {"K": self.key_size, "V": self.value_size}
-        reads = q, k, grad_out, v
+        reads, sizes = (q, k, grad_out, v), {"K": self.key_size, "V": self.value_size}
         self.launch(_far_writes_kernel, *reads, x_keys, x_values, decay, out, tiles=1, **sizes, **self.products)
         rows = min(self.slot_blocks["BM"], 64)
         self.launch(
@@ -197,12 +197,29 @@ class _Plan(Segments):
             **self.products,
             **self.pipeline(rows, chained=True),
         )
-        return out
 
 
-def _prepare(*tensors):
-    """Contiguous tensors of one dtype."""
-    return contiguous(*cast(common_dtype(*tensors), *tensors))
+def _parts(k, cu_seqlens):
+    """The rows that are computed at a time, as slices. Packed documents are one row."""
+    batch, length, heads, _ = k.shape
+    rows = max(1, MOST_TOKENS // (length * heads))
+    if cu_seqlens is not None or rows >= batch:
+        return [slice(None)]
+    return [slice(first, first + rows) for first in range(0, batch, rows)]
+
+
+def _of(rows, *tensors):
+    return [None if x is None else x[rows] for x in tensors]
+
+
+def _room(x, dtype):
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _leaving(k, v, log_f, cu_seqlens):
+    """Room for the memories that leave the sequences."""
+    shape = count_documents(cu_seqlens, k.shape[0]), k.shape[2], log_f.shape[-1], k.shape[-1] + v.shape[-1]
+    return log_f.new_empty(shape, dtype=torch.float32)
 
 
 def slot_memory_triton(q, k, v, log_f, initial_state, cu_seqlens):
@@ -210,16 +227,22 @@ def slot_memory_triton(q, k, v, log_f, initial_state, cu_seqlens):
     Computes [`subquad_kernels.slot_memory`]. Also returns the logits (B, T, H, M) in float32, which the backward pass
     needs.
     """
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    q, k, v = _prepare(q, k, v)
+    out, logits, final = _room(v, v.dtype), _room(log_f, torch.float32), _leaving(k, v, log_f, cu_seqlens)
+    dtype = common_dtype(q, k, v)
+    for rows in _parts(k, cu_seqlens):
+        _forward(dtype, cu_seqlens, *_of(rows, q, k, v, log_f, initial_state, out, final, logits))
+    return out, final, logits
+
+
+def _forward(dtype, cu_seqlens, q, k, v, log_f, initial_state, out, final, logits):
+    q, k, v = contiguous(*cast(dtype, q, k, v))
     log_f, initial_state = _decays_and_state(log_f, initial_state)
     plan = _Plan(k, v, log_f, cu_seqlens)
     decay, writes = plan.decays(log_f)
-    states, final = plan.walk((writes, k, writes, v, decay), initial_state)
-    logits = plan.find(q, k, decay, writes, states, 0)
+    states = plan.walk((writes, k, writes, v, decay), initial_state, final)
+    plan.find(q, k, decay, writes, states, logits, 0)
     _, reads, pairs = plan.softmax(q, k, logits, None, log_f, decay)
     plan.features(v, decay, reads, writes, pairs, states, out, k.shape[-1])
-    return out, final, logits
 
 
 def _decays_and_state(log_f, state):
@@ -231,37 +254,53 @@ def slot_memory_triton_backward(grad_out, grad_state, logits, q, k, v, log_f, in
     Gradients of q, k, v, log_f and, if it is given, initial_state, the last two in float32. The memories that enter
     the chunks are recomputed; they and their gradients are kept in the dtype of the products during the pass.
     """
-    dtypes = [x.dtype for x in (q, k, v)]
-    grad_out, q, k, v = _prepare(grad_out.to(v.dtype), q, k, v)
+    dtype, grads = common_dtype(q, k, v), [_room(x, x.dtype) for x in (q, k, v)]
+    grads += [_room(log_f, torch.float32), _leaving(k, v, log_f, cu_seqlens)]
+    for rows in _parts(k, cu_seqlens):
+        inputs = _of(rows, grad_out, grad_state, logits, q, k, v, log_f, initial_state)
+        _backward(dtype, cu_seqlens, *inputs, *_of(rows, *grads))
+    return grads[:4] if initial_state is None else grads
+
+
+def _backward(
+    dtype, cu_seqlens, grad_out, grad_state, logits, q, k, v, log_f, initial_state, dq, dk, dv, dlog_f, grad_initial
+):
+    """Writes the gradients of some rows."""
+    grad_out, q, k, v = contiguous(*cast(dtype, grad_out.to(v.dtype), q, k, v))
     log_f, initial_state = _decays_and_state(log_f, initial_state)
     logits, grad_state = logits.contiguous(), grad_state.float().contiguous()
     plan = _Plan(k, v, log_f, cu_seqlens)
     decay, writes = plan.decays(log_f)
-    states, _ = plan.walk((writes, k, writes, v, decay), initial_state)
+    states = plan.walk((writes, k, writes, v, decay), initial_state, torch.empty_like(grad_initial))
     key_size = k.shape[-1]
 
     x_values, reads_values, value_pairs = plan.softmax(None, None, logits, None, log_f, decay)
-    sums = plan.find(grad_out, v, decay, writes, states, key_size)
+    sums = plan.by_slot()
+    plan.find(grad_out, v, decay, writes, states, sums, key_size)
     x_keys, reads_keys, key_pairs = plan.softmax(grad_out, v, logits, sums, log_f, decay)
-    grads, grad_initial = plan.walk((reads_keys, q, reads_values, grad_out, decay), grad_state, reverse=True)
+    grads = plan.walk((reads_keys, q, reads_values, grad_out, decay), grad_state, grad_initial, reverse=True)
 
-    dq, dk, dv = (torch.empty_like(x, dtype=dtype) for x, dtype in zip((q, k, v), dtypes, strict=True))
     plan.features(grad_out, decay, reads_values, writes, value_pairs, grads, dv, key_size, reverse=True)
     plan.features(k, decay, reads_keys, writes, key_pairs, states, dq, 0)
     plan.features(q, decay, reads_keys, writes, key_pairs, grads, dk, 0, reverse=True)
     arguments = x_keys, x_values, log_f, decay, writes, reads_keys, reads_values, sums, states, grads
-    dlog_f = plan.decay_grads(q, k, grad_out, v, *arguments)
-    found = [dq, dk, dv, dlog_f]
-    return found if initial_state is None else [*found, grad_initial]
+    plan.decay_grads(q, k, grad_out, v, *arguments, out=dlog_f)
 
 
 def slot_memory_triton_state(k, v, log_f, initial_state, cu_seqlens):
     """The state of [`slot_memory_triton`] alone."""
-    k, v = _prepare(k, v)
+    final, dtype = _leaving(k, v, log_f, cu_seqlens), common_dtype(k, v)
+    for rows in _parts(k, cu_seqlens):
+        _state(dtype, cu_seqlens, *_of(rows, k, v, log_f, initial_state, final))
+    return final
+
+
+def _state(dtype, cu_seqlens, k, v, log_f, initial_state, final):
+    k, v = contiguous(*cast(dtype, k, v))
     log_f, initial_state = _decays_and_state(log_f, initial_state)
     plan = _Plan(k, v, log_f, cu_seqlens)
     decay, writes = plan.decays(log_f)
-    return plan.walk((writes, k, writes, v, decay), initial_state, store=False)[1]
+    plan.walk((writes, k, writes, v, decay), initial_state, final, store=False)
 
 
 def slot_memory_triton_step(q, k, v, log_f, state, new_state, indices):
