@@ -163,8 +163,9 @@ class Case:
             model.generation_config = transformers.GenerationConfig(pad_token_id=0)
             return model
         torch.manual_seed(seed)
-        model = self.model_class(auto_class)(copy.deepcopy(self.config(**fields))).eval()
-        with torch.no_grad():
+        # The same numbers for every device.
+        with torch.no_grad(), torch.device("meta" if torch.get_default_device().type == "meta" else "cpu"):
+            model = self.model_class(auto_class)(copy.deepcopy(self.config(**fields))).eval()
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.2)
         if self.implementation:

@@ -37,9 +37,10 @@ OF_SLAB = (*OF_LENGTH, "APART")
 @triton.jit
 def _skipped(segment, APART, SEGMENTS, PACKED: tl.constexpr):
     """The tokens of earlier rows, before a segment, that are in the caller's tensors but not in the slab."""
-    if PACKED:
-        return 0
-    return (segment // SEGMENTS).to(tl.int64) * APART
+    skipped = tl.cast(0, tl.int64)
+    if not PACKED:
+        skipped = (segment // SEGMENTS).to(tl.int64) * APART
+    return skipped
 
 
 @triton.jit
