@@ -6,8 +6,9 @@ steps (--steps), with their seconds; a step that ends early leaves the rest of i
   kernels    200  tests/kernels, in parallel
   contract   100  tests/contract, with models and inputs on the GPU
   compile     10  beside the tests, from the beginning on: what is measured later is compiled and not yet tuned
-  models     145  reading, one more token, `generate` and training of Finch, Goose and Raven: ours, then
-                  flash-linear-attention's and a Llama of the same size
+  models     145  reading, one more token, `generate` and training of Finch, Goose and Raven: ours, then of Finch
+                  flash-linear-attention's and a Llama of the same size. Those of Goose and Raven would need minutes of
+                  compilation more: `python benchmarks/models.py --models goose raven`
   operators   85  the operators of these models, beside flash-linear-attention
 
 Nothing else runs while models and operators are measured. Required besides torch and triton: transformers, pytest and
@@ -88,14 +89,14 @@ def tasks(out: Path) -> Iterator[Task]:
         yield Task(step, step, words, 12, {"OMP_NUM_THREADS": "1", **device})
     how = ["--no-compile", "--minutes", "LIMIT", "--parts"]
     of_models, of_operators = [*how, "read", "decode", "generate", "train"], [*how, "operator", "step"]
-    models = ["finch", "goose", "raven"]
-    measured = {name: [str(MODELS), "--models", name, *of_models] for name in models}
+    models = {"finch": [], "goose": ["--ours"], "raven": ["--ours"]}
+    measured = {name: [str(MODELS), "--models", name, *peers, *of_models] for name, peers in models.items()}
     measured |= {path.stem: [str(path), *of_operators] for path in OPERATORS}
     for (name, words), share in itertools.product(measured.items(), (1, 2)):
         yield Task(f"{COMPILE} {name} {share}", COMPILE, [*words, "--compile-only", f"{share}/2"])
     brief = ["--brief", "--seconds", "0.1", "--out", str(out), "--resume"]
-    for name, ours in (("models ours", ["--ours"]), ("models others", [])):
-        yield Task(name, "models", [str(MODELS), *brief, *ours, "--models", *models, *of_models])
+    for name, which in (("models ours", ["--ours", "--models", *models]), ("models others", ["--models", "finch"])):
+        yield Task(name, "models", [str(MODELS), *brief, *which, *of_models])
     for path in OPERATORS:
         yield Task(path.stem, "operators", [str(path), *brief, *of_operators])
 
