@@ -1,9 +1,11 @@
 """
 A Finch or a Goose on a CPU: subquad in every dtype and in 8 and 4 bits, compared with llama.cpp and the package rwkv.
 
-All have the same random weights. llama.cpp reads the file written by `subquad convert --to gguf`, and makes the other
-types from it itself. Its source comes from PyPI and is compiled once. If that fails, a line gives the reason, and the
-rest is measured.
+All have the same random weights. In trained models most hidden units of the feed-forward networks are zero, and
+subquad does not read their weights for one text, from token 33 to 45 on. With random weights half of the units are
+zero. For each larger share of --zeros the keys are shifted, and there is another table. llama.cpp reads the file written by `subquad convert --to gguf`, and
+makes the other types from it itself. Its source comes from PyPI and is compiled once. If that fails, a line gives the
+reason, and the rest is measured.
 
 parts (--parts):
   one     one more token of a text
@@ -18,7 +20,7 @@ by the norm of these.
 examples:
   python benchmarks/cpu.py --out build/bench
   python benchmarks/cpu.py --preset finch-1.6b --calls 10
-  python benchmarks/cpu.py --model goose --parts one
+  python benchmarks/cpu.py --model goose --parts one --zeros 0.85
   python benchmarks/cpu.py --implementations "subquad int8" "llama.cpp Q8_0" --threads 2
 """
 
@@ -49,6 +51,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import subquad
+from subquad.decoding.step import make_step
+from subquad.models import REGISTRY
 
 
 PARTS = ("one", "many", "prompt")
@@ -68,6 +72,8 @@ LARGE = ("subquad float32", "llama.cpp F32", RWKV)
 MANY = (8, 32)
 # Tokens that are read before the measured ones. The logits of the last are compared.
 BEFORE = 16
+# Single tokens of one text that are read before the measured ones, more than a step needs to copy weights.
+SETTLED = 64
 
 
 @dataclasses.dataclass
@@ -93,7 +99,7 @@ def run_ours(path: Path, **how: Any) -> Runner:
         if ids.shape[1] == 1 and kept:
             return kept["step"](ids).float()
         out = model(input_ids=ids, logits_to_keep=1, cache=kept["step"].cache if kept else None)
-        kept["step"] = model.decoding_step(out.cache)
+        kept["step"] = make_step(model, out.cache, alone=True)  # as in `generate`
         return out.logits[:, -1].float()
 
     return Runner(read, kept.clear, megabytes(model))
@@ -174,11 +180,11 @@ def take_turns(
             if n < 0 and length == 1:
                 runner.forget()
                 runner.read(before)
-            for _ in range(group):
+            for _ in range(SETTLED if n < 0 and batch == length == 1 else group):
                 if length > 1:
                     runner.forget()
                 times[name].append(both_times(functools.partial(runner.read, ids)))
-    return {name: tuple(map(statistics.median, zip(*found[group:], strict=True))) for name, found in times.items()}
+    return {name: tuple(map(statistics.median, zip(*found[-rounds * group :], strict=True))) for name, found in times.items()}
 
 
 @torch.no_grad()
@@ -193,18 +199,42 @@ def errors_of(runners: dict[str, Runner], vocabulary: int) -> dict[str, float]:
     return {name: relative_error(found[..., : expected.shape[-1]], expected) for name, found in logits.items()}
 
 
+@torch.no_grad()
+def shift_keys(model: Any, zeros: float) -> None:
+    """Lowers the keys of the feed-forward networks, so that this share of their squares is zero."""
+    fused = REGISTRY[model.config.model_type].fused
+    ids = torch.randint(1, model.config.vocab_size, (4, 64), generator=torch.Generator().manual_seed(2))
+    for block in model.get_decoder().get_submodule(fused.blocks):
+        key, seen = block.get_submodule(fused.layers["ffn_key"]), []
+        # All inputs get the same mean, which the shift multiplies.
+        block.get_submodule(fused.norms["ln2"]).bias.fill_(1)
+        hook = key.register_forward_hook(lambda module, args, out, seen=seen: seen.extend((args[0], out)))
+        model(ids)
+        hook.remove()
+        inputs, keys = seen
+        limit = keys.flatten().sort().values[int(zeros * keys.numel())]
+        key.weight -= limit / inputs.sum(-1).mean()
+
+
 def measure(results: Results, options: argparse.Namespace) -> list[str]:
     config = config_of(MODELS[options.model], options)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(options.files or folder, "model")
-        if not path.exists():
-            from_config(config, "cpu", torch.float32).save_pretrained(path)
-        gc.collect()
-        return measure_runners(results, make_runners(path, options), config, options)
+    lines = []
+    for zeros in options.zeros:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(options.files or folder, f"zeros-{zeros}", "model")
+            if not path.exists():
+                model = from_config(config, "cpu", torch.float32)
+                if zeros > 0.5:
+                    shift_keys(model, zeros)
+                model.save_pretrained(path)
+                del model
+            gc.collect()
+            lines += measure_runners(results, make_runners(path, options), config, zeros, options)
+    return lines
 
 
 def measure_runners(
-    results: Results, runners: dict[str, Runner], config: Any, options: argparse.Namespace
+    results: Results, runners: dict[str, Runner], config: Any, zeros: float, options: argparse.Namespace
 ) -> list[str]:
     errors = errors_of(runners, config.vocab_size)
     rows: dict[str, list[str]] = {}
@@ -214,7 +244,7 @@ def measure_runners(
         results.add(
             row
             | {"size": config.hidden_size, "MiB": runners[name].megabytes / 1.048576}
-            | {"note": f"error {error:.1e}"}
+            | {"note": f"error {error:.1e} with {zeros:.0%} zeros"}
         )
     header = ["tokens for each second of CPU time (that passes)", "MB", "error"]
     # The number of texts and of tokens of each, the number of turns, and the calls of a turn.
@@ -241,12 +271,17 @@ def measure_runners(
                 row.append(f"{rates[0]:.4g} ({rates[1]:.4g})")
                 for clock, milliseconds, rate in zip(("CPU", "wall"), times[name], rates, strict=True):
                     results.add(
-                        {"part": part, "what": f"{what}, {clock}", "implementation": name, "batch": batch}
+                        {
+                            "part": part,
+                            "what": f"{what}, {zeros:.0%} zeros, {clock}",
+                            "implementation": name,
+                            "batch": batch,
+                        }
                         | {"length": length, "size": config.hidden_size, "milliseconds": milliseconds}
                         | {"tokens_per_second": rate}
                     )
     sizes = f"{config.num_hidden_layers} layers of {config.hidden_size}, {options.threads} threads"
-    lines = [f"{options.model.title()} of {sizes}, {cpu_name()}"]
+    lines = [f"{options.model.title()} of {sizes}, {zeros:.0%} of hidden units zero, {cpu_name()}"]
     return lines + [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows.values())]
 
 
@@ -257,11 +292,21 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--preset", help="a published size, for example finch-1.6b (default: 12 layers of 768)")
     add("--implementations", nargs="+", choices=NAMES, metavar="NAME", help=f"of {', '.join(NAMES)}")
     add("--files", type=Path, metavar="DIR", help="a folder that keeps the models' files, for another run")
+    add(
+        "--zeros",
+        type=float,
+        nargs="+",
+        default=[0.5, 0.85],
+        metavar="SHARE",
+        help="shares of hidden units (default: 0.5 0.85)",
+    )
     add("--threads", type=int, default=1, help="default: 1")
     add("--calls", type=int, default=20, help="turns for one text; a quarter for many (default: 20)")
     options = parser.parse_args(arguments)
     options.device = "cpu"
     settle(options)
+    if not all(0.5 <= zeros < 1 for zeros in options.zeros):
+        parser.error(f"--zeros: shares must be from 0.5 to below 1, got {options.zeros}")
     options.parts = options.parts or PARTS
     options.prompt = 32 if options.quick else 512
     options.calls = 1 if options.quick else options.calls

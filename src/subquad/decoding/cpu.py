@@ -3,6 +3,7 @@ Decoding on a CPU: all blocks of Eagle, Finch or Goose read one token in a singl
 hundred operations each that take longer to be called than to compute.
 """
 
+import copy
 import functools
 from collections.abc import Iterable
 from contextlib import suppress
@@ -22,7 +23,8 @@ from ..modeling.layer_state import LayerState
 from ..modeling.padding import Tokens
 from .fused import ModelOfBlocks, find_fused
 from .step import EagerStep, Unsuitable, check_ids
-from .watch import look_up, weights_of
+from .unit_copies import UnitCopies
+from .watch import is_hooked, look_up, weights_of
 
 
 if TYPE_CHECKING:
@@ -45,6 +47,9 @@ class CpuStep:
         self._prepare = functools.partial(look_up, _prepared, model, lambda model: PreparedModel(model, fused))
         prepared = self._prepare()
         self._sealed, self._weights = (prepared, weights_of(model)) if alone else (None, [])
+        if alone and batch_size == 1 and not is_hooked(model):
+            self._sealed = copy.copy(prepared)
+            self._sealed.copies = UnitCopies(prepared.blocks, sum(x.nbytes() for x in self._weights))
 
     @torch.no_grad()
     def __call__(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -80,6 +85,8 @@ _prepared: "WeakKeyDictionary[nn.Module, PreparedModel]" = WeakKeyDictionary()
 class PreparedModel(ModelOfBlocks):
     """A model as the library reads it."""
 
+    copies: UnitCopies | None = None
+
     def __init__(self, model: PreTrainedModel, fused: "FusedModel"):
         super().__init__(model, fused, FusedBlock)
         if self.width < WORTHWHILE_CHANNELS:
@@ -91,7 +98,7 @@ class PreparedModel(ModelOfBlocks):
     ) -> bool:
         before = [[layer.states.get(name) for layer in layers] for name in self.states]
         overwrite = tokens.mask is None and all(layer.can_overwrite("wkv") for layer in layers)
-        after = self.blocks(x, *before, overwrite)
+        after = self.blocks(x, *before, overwrite, None if self.copies is None else self.copies.for_next_token())
         if after is None:
             return False
         for layer, old, new in zip(layers, zip(*before, strict=True), zip(*after, strict=True), strict=True):

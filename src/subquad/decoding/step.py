@@ -5,7 +5,6 @@ faster step than the model itself examines the model when it is made, and looks 
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from types import FunctionType, MethodType
 from typing import Any, Protocol
 
 import torch
@@ -137,14 +136,14 @@ class StepByStep:
 _alone: ContextVar[bool] = ContextVar("alone", default=False)
 
 
+# Packages whose code changes no model while `generate` runs.
+_HARMLESS = {"transformers", "builtins", __name__.partition(".")[0], "subquad_cli", "subquad_tokenizers"}
+
+
 def _is_known(x: Any) -> bool:
-    """Whether the code of something that `generate` calls is transformers' or ours, and so changes no model."""
-    if x is None:
-        return True
-    values = getattr(x, "__dict__", {}).values()
-    functions = [value for value in values if isinstance(value, FunctionType | MethodType)]
-    places = {type(x).__module__, *(function.__module__ for function in functions)}
-    return {place.partition(".")[0] for place in places} <= {"transformers", __name__.partition(".")[0]}
+    """Whether something that `generate` calls, and what this has to call, changes no model."""
+    called = [x, *(value for value in getattr(x, "__dict__", {}).values() if callable(value))]
+    return x is None or {str(each.__module__).partition(".")[0] for each in called} <= _HARMLESS
 
 
 class StepByStepMixin(GenerationMixin):

@@ -21,6 +21,11 @@ def weights_of(model: nn.Module) -> list[torch.UntypedStorage]:
     return [x.untyped_storage() for x in (*model.parameters(), *model.buffers())]
 
 
+def is_hooked(model: nn.Module) -> bool:
+    """Whether somebody's code runs when parts of the model are called."""
+    return any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
 def look_up(
     known: "weakref.WeakKeyDictionary[nn.Module, T]", model: nn.Module, make: Callable[[Any], T], *how: bool
 ) -> T:

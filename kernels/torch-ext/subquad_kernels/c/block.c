@@ -4,17 +4,10 @@
  * float16, the residual stream, which are float32. Between them everything is float32. Compiled by `native.py`.
  */
 
-#include "steps.c"
+#include "units.c"
 
 /* As in fused_blocks.py. */
 #define MOST_RANKS 1024
-
-/* A weight (outputs, inputs), in a dtype or, with scales, in 8 or 4 bits as in integers.c. */
-struct matrix {
-    const void *weight, *scale;
-    ptrdiff_t outputs, inputs;
-    int bits; /* 0 if it has no scales */
-};
 
 /* Two weights through `rank` channels, and what is added. There are none if `up` is NULL; base may be NULL. */
 struct offset {
@@ -41,6 +34,7 @@ struct states {
     void *after, *after_ffn;
     const float *state; /* NULL for zeros */
     float *new_state;
+    const void *by_unit; /* a copy of the last weight of the feed-forward network, which one row reads; NULL if none */
 };
 
 /* What the blocks have in common, and what is the same for every product. */
@@ -83,6 +77,20 @@ static int multiply(
     else
         product_work(&p);
     return 0;
+}
+
+/* The same of hidden units of a feed-forward network, after the square of the ReLU. */
+static int multiply_units(
+    const struct call *c, const struct block *b, const struct states *of, const struct matrix *m, const float *x,
+    float *out)
+{
+    if (of->by_unit && c->rows == 1) {
+        unsigned threads = m->outputs * m->inputs >= 1 << 18 ? c->threads : 1;
+        int failed = multiply_by_unit(m, b->dtype, of->by_unit, x, out, m->bits == 4 ? 127 : b->largest, threads, c->run);
+        if (failed >= 0)
+            return failed;
+    }
+    return multiply(c, b, m, x, out);
 }
 
 /* out (rows, outputs) = scale * outer(base + inner(x (rows, width) times down) times up), as in low_rank.py. */
@@ -252,7 +260,7 @@ static int wkv_block(const struct call *c, const struct wkv_block *p, const stru
         return 1;
     square_of_relu(middle, c->rows * b->middle);
     float *gate = offsets, *values = offsets + size;
-    if (multiply(c, b, &p->ffn_value, middle, values))
+    if (multiply_units(c, b, of, &p->ffn_value, middle, values))
         return 1;
     shift(c, b, normed, of->before_ffn, p->mu_ffn_receptance, NULL, p->of_token, mixed);
     if (multiply(c, b, &p->ffn_receptance, mixed, gate))
@@ -326,7 +334,7 @@ static int delta_block(
     if (multiply(c, b, &p->ffn_key, mixed, middle))
         return 1;
     square_of_relu(middle, c->rows * b->middle);
-    if (multiply(c, b, &p->ffn_value, middle, mixed))
+    if (multiply_units(c, b, of, &p->ffn_value, middle, mixed))
         return 1;
     add_to(x, mixed, size);
     narrow(b->stream, x, c->x, size);

@@ -162,6 +162,29 @@ class FusedBlocks:
         self.width, self.inner, self.state_shape = first.width, first.inner, first.state_shape
         self._keeps_values = first.kind == "delta_wkv"
 
+    def bytes_by_unit(self) -> int:
+        """The size in bytes of what [`copy_by_unit`] returns."""
+        struct = self._structs[0]
+        return library().bytes_by_unit(ctypes.byref(struct.ffn_value), struct.common.dtype)
+
+    def copy_by_unit(self, number: int) -> torch.Tensor:
+        """
+        A copy of the last weight of a block's feed-forward network, the same numbers by hidden unit: a token reads
+        those of units that are not zero.
+
+        Raises:
+            ValueError: if there is no such copy of this weight.
+            RuntimeError: if there is no memory.
+        """
+        if self.width % 64:
+            raise ValueError(f"The width must be a multiple of 64, got {self.width}.")
+        struct, copy = self._structs[number], torch.empty(self.bytes_by_unit(), dtype=torch.uint8)
+        threads = torch.get_num_threads() if self._parallel else 1
+        weight = ctypes.byref(struct.ffn_value)
+        if library().copy_by_unit(weight, struct.common.dtype, copy.data_ptr(), threads, self._parallel):
+            raise ValueError("A weight is not finite, and times zero it would not be zero.")
+        return copy
+
     def __call__(
         self,
         x: torch.Tensor,
@@ -169,6 +192,7 @@ class FusedBlocks:
         before_ffn: Sequence[torch.Tensor | None],
         states: Sequence[torch.Tensor | None],
         inplace: bool,
+        by_unit: Sequence[torch.Tensor | None] | None = None,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]] | None:
         """
         One token of each row. All tensors except x and the states have `dtype`, and all are contiguous.
@@ -179,6 +203,7 @@ class FusedBlocks:
                 means zeros.
             states: for each recurrence, float32 (B, H, K, V), or (B, H, V, K) for Goose; None means zeros.
             inplace: whether to write the new states into `states`; missing ones are created.
+            by_unit: for each block, what `copy_by_unit` returned, or None. One row reads it in place of the weight.
 
         Returns:
             these tokens, normalised, for the next call's `before` and `before_ffn`; and the new states. None, with
@@ -202,7 +227,8 @@ class FusedBlocks:
             state if inplace and state is not None else x.new_empty((rows, *self.state_shape), dtype=torch.float32)
             for state in states
         ]
-        of_blocks = zip(before, before_ffn, after, after_ffn, states, new_states, strict=True)
+        by_unit = self.number * [None] if by_unit is None else by_unit
+        of_blocks = zip(before, before_ffn, after, after_ffn, states, new_states, by_unit, strict=True)
         addresses = [y if y is None else y.data_ptr() for of_block in of_blocks for y in of_block]
         call = _Call(torch.get_num_threads() if self._parallel else 1, self._parallel, rows, x.data_ptr())
         places = (ctypes.c_void_p * len(addresses))(*addresses)

@@ -102,46 +102,59 @@ INLINE integers4 totals(const sums s[4])
 #endif
 }
 
-/* As [dot_products]: one row of the weight times ROWS rows of x; the sums are PART numbers apart. */
+/* As [dot_products]; OUTPUTS is 4 for one row of x, otherwise 1. */
 INLINE void int8_dot_products(
-    int ROWS, int STEPS, const integer *x, ptrdiff_t padded, const int8_t *weight, ptrdiff_t width, int32_t *out)
+    int ROWS, int OUTPUTS, int STEPS, const integer *x, ptrdiff_t padded, const int8_t *weight, ptrdiff_t width,
+    int32_t *out)
 {
-    sums s[4][4], all[4];
-    ptrdiff_t i = 0;
+    sums s[4][4], all[4]; /* of each row of x, or of each output */
+    ptrdiff_t i = 0, ahead = OUTPUTS > 1 ? 4 * OUTPUTS * width : ALONE;
     memset(s, 0, sizeof s);
     for (; i + STEPS * STEP <= width; i += STEPS * STEP)
 #pragma GCC unroll 4
-        for (int k = 0; k < STEPS; k++) {
-            ask_ahead(weight + i + k * STEP);
-            numbers w = weights(weight + i + k * STEP);
+        for (int k = 0; k < STEPS; k++)
+#pragma GCC unroll 4
+            for (int o = 0; o < OUTPUTS; o++) {
+                const int8_t *here = weight + o * width + i + k * STEP;
+                ask_for(here + ahead);
+                numbers w = weights(here);
+#pragma GCC unroll 4
+                for (int r = 0; r < ROWS; r++)
+                    s[r + o][k] = add(s[r + o][k], w, integers(x + r * padded + i + k * STEP));
+            }
+    for (; i < width; i += STEP)
+#pragma GCC unroll 4
+        for (int o = 0; o < OUTPUTS; o++) {
+            int8_t last[STEP] = {0};
+            memcpy(last, weight + o * width + i, smaller(STEP, width - i));
+            numbers w = weights(last);
 #pragma GCC unroll 4
             for (int r = 0; r < ROWS; r++)
-                s[r][k] = add(s[r][k], w, integers(x + r * padded + i + k * STEP));
+                s[r + o][0] = add(s[r + o][0], w, integers(x + r * padded + i));
         }
-    for (; i < width; i += STEP) {
-        int8_t last[STEP] = {0};
-        memcpy(last, weight + i, smaller(STEP, width - i));
-        numbers w = weights(last);
+#pragma GCC unroll 4
+    for (int n = 0; n < 4; n++)
+        all[n] = (sums)((lanes)s[n][0] + (lanes)s[n][1] + (lanes)s[n][2] + (lanes)s[n][3]);
+    integers4 found = totals(all);
+    if (OUTPUTS > 1)
+        memcpy(out, &found, sizeof found);
+    else
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS; r++)
-            s[r][0] = add(s[r][0], w, integers(x + r * padded + i));
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < 4; r++)
-        all[r] = (sums)((lanes)s[r][0] + (lanes)s[r][1] + (lanes)s[r][2] + (lanes)s[r][3]);
-    integers4 found = totals(all);
-#pragma GCC unroll 4
-    for (int r = 0; r < ROWS; r++)
-        out[r * PART] = found[r];
+            out[r * PART] = found[r];
 }
 
 /* Outputs `from` to `to`, at most PART, of ROWS rows. */
 INLINE void int8_part(int ROWS, const struct int8_product *p, ptrdiff_t row, ptrdiff_t from, ptrdiff_t to)
 {
     int32_t sum[4 * PART];
-    for (ptrdiff_t o = from; o < to; o++)
-        int8_dot_products(ROWS, ROWS == 4 ? 2 : 4, p->x + row * p->padded, p->padded,
-                          p->weight + o * p->width, p->width, sum + o - from);
+    const integer *x = p->x + row * p->padded;
+    ptrdiff_t at = from, OUTPUTS = ROWS == 1 ? 4 : 1;
+    for (; at + OUTPUTS <= to; at += OUTPUTS)
+        int8_dot_products(ROWS, OUTPUTS, ROWS * OUTPUTS == 4 ? 2 : 4, x, p->padded, p->weight + at * p->width, p->width,
+                          sum + at - from);
+    for (; at < to; at++)
+        int8_dot_products(ROWS, 1, 4, x, p->padded, p->weight + at * p->width, p->width, sum + at - from);
     for (int r = 0; r < ROWS; r++)
         for (ptrdiff_t o = from; o < to; o += 4) {
             ptrdiff_t count = smaller(4, to - o);

@@ -23,7 +23,8 @@ WORTHWHILE_CHANNELS = 128
 # From this number of elements on, all threads read a weight.
 _FOR_THREADS = 2**18
 _SOURCES = tuple(
-    Path(__file__).with_name(name) for name in ("block.c", "steps.c", "integers.c", "products.c", "vectors.h")
+    Path(__file__).with_name(name)
+    for name in ("block.c", "units.c", "steps.c", "integers.c", "products.c", "vectors.h")
 )
 # The largest size of a head, and its divisor: the length of the widest vectors.
 _MOST, _LANES = 256, 16
@@ -102,6 +103,11 @@ class Library:
         # One token of all blocks, by structures of `fused_blocks.py`.
         self.wkv_blocks, self.delta_blocks = loaded.subquad_wkv_blocks, loaded.subquad_delta_blocks
         self.wkv_blocks.argtypes = self.delta_blocks.argtypes = [pointer, size, pointer]
+        # A copy of a matrix of these, by unit.
+        self.bytes_by_unit, self.copy_by_unit = loaded.subquad_bytes_by_unit, loaded.subquad_copy_by_unit
+        self.bytes_by_unit.argtypes = [pointer, number]
+        self.copy_by_unit.argtypes = [pointer, number, pointer, ctypes.c_uint, pointer]
+        self.bytes_by_unit.restype = size
         # From the OpenMP that torch has loaded: threads of another one would disturb it.
         self._parallel = ctypes.cast(getattr(ctypes.CDLL(None), "GOMP_parallel", None), pointer)
 
