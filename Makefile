@@ -44,8 +44,8 @@ test-sanitized: $(VENV)/.installed-dev
 	$(SANITIZED) -c "from subquad_tokenizers import greedy; assert greedy.explain()[0], greedy.explain()"
 	$(SANITIZED) -m pytest -n 2 --dist worksteal -k "not v3 and (not quantized or directories or states)" \
 		tests/kernels/test_native.py tests/kernels/test_one_token.py tests/kernels/test_int8_linear.py \
-		tests/kernels/test_int4_linear.py tests/test_decoding_step.py tests/test_quantized.py \
-		tests/tokenizers/test_greedy_encoder.py tests/tokenizers/test_direct.py $(ARGS)
+		tests/kernels/test_int4_linear.py tests/test_decoding_step.py tests/test_unit_copies.py \
+		tests/test_quantized.py tests/tokenizers/test_greedy_encoder.py tests/tokenizers/test_direct.py $(ARGS)
 
 # Thousands of damaged files and hundreds of interruptions, of which `make test` has some. Then the parsers of our own,
 # guided by what they execute, where atheris has a wheel (Linux on x86-64, Python 3.11 to 3.13).

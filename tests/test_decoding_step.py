@@ -454,7 +454,7 @@ def test_tokens_that_do_not_fit(model, monkeypatch):
     given, run = [], FusedBlocks.__call__
     monkeypatch.setattr(FusedBlocks, "__call__", lambda self, *args: given.append((self, args)) or run(self, *args))
     read(model, random_ids(1, 2))
-    blocks, (x, *states, inplace) = given[-1]
+    blocks, (x, *states, inplace, _) = given[-1]
     assert run(blocks, x, *states, inplace) is not None
     for other in unlike(x):
         assert run(blocks, other, *states, inplace) is None
@@ -462,6 +462,10 @@ def test_tokens_that_do_not_fit(model, monkeypatch):
         for other in unlike(of_blocks[-1]):
             wrong = [*of_blocks[:-1], other]
             assert run(blocks, x, *states[:number], wrong, *states[number + 1 :], inplace) is None, number
+    by_unit = blocks.copy_by_unit(0)
+    assert run(blocks, x, *states, inplace, [None, by_unit]) is not None
+    for other in (by_unit[:-1], by_unit.repeat(2)[::2], by_unit.to("meta"), by_unit.to(torch.int8)):
+        assert run(blocks, x, *states, inplace, [other, None]) is None
 
 
 def unlike(x):

@@ -108,7 +108,7 @@ def test_integers(name, method, made, tmp_path):
         ids = random_ids(1, 6)
         logits, expected = read(model, ids), read(model, ids, alone=False)
         assert copied(made[-1]) == [True, True]
-        assert logits.equal(expected) if method is Int8Config else True
+        assert method is Int4Config or logits.equal(expected)
         # A value that lies between two integers may be rounded to the other one.
         assert_close(logits, expected, 1e-5 if zeros == 1 else 0.02)
 

@@ -221,6 +221,10 @@ class FusedBlocks:
             return None
         if not readable(self.dtype, *before, *before_ffn) or not readable(torch.float32, *states):
             return None
+        if by_unit is not None:
+            size = self.bytes_by_unit()
+            if not readable(torch.uint8, *by_unit) or any(y is not None and y.numel() != size for y in by_unit):
+                return None
         after = x.new_empty(2 * self.number, rows, self.width, dtype=self.dtype).unbind()
         after, after_ffn = after[: self.number], after[self.number :]
         new_states = [
