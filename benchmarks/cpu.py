@@ -2,10 +2,10 @@
 A Finch or a Goose on a CPU: subquad in every dtype and in 8 and 4 bits, compared with llama.cpp and the package rwkv.
 
 All have the same random weights. In trained models most hidden units of the feed-forward networks are zero, and
-subquad does not read their weights for one text, from token 33 to 45 on. With random weights half of the units are
-zero. For each larger share of --zeros the keys are shifted, and there is another table. llama.cpp reads the file written by `subquad convert --to gguf`, and
-makes the other types from it itself. Its source comes from PyPI and is compiled once. If that fails, a line gives the
-reason, and the rest is measured.
+subquad does not read their weights for one text, from its 33rd generated token on. With random weights half of the
+units are zero. For each larger share of --zeros the keys are shifted, and there is another table. llama.cpp reads the
+file written by `subquad convert --to gguf`, and makes the other types from it itself. Its source comes from PyPI and
+is compiled once. If that fails, a line gives the reason, and the rest is measured.
 
 parts (--parts):
   one     one more token of a text
@@ -184,7 +184,8 @@ def take_turns(
                 if length > 1:
                     runner.forget()
                 times[name].append(both_times(functools.partial(runner.read, ids)))
-    return {name: tuple(map(statistics.median, zip(*found[-rounds * group :], strict=True))) for name, found in times.items()}
+    measured = {name: found[-rounds * group :] for name, found in times.items()}
+    return {name: tuple(map(statistics.median, zip(*found, strict=True))) for name, found in measured.items()}
 
 
 @torch.no_grad()

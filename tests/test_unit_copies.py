@@ -1,4 +1,4 @@
-"""Hidden units of zero are not read: copies of weights by unit, for one text on a CPU, that no change of a weight outlives."""
+"""Hidden units of zero are not read: copies of weights by unit, for one text on a CPU, which are never out of date."""
 
 import copy
 import gc

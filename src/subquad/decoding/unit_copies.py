@@ -9,14 +9,14 @@ from .memory import available_memory
 
 
 logger = logging.get_logger(__name__)
-# Tokens of a text before the first copy. A copy takes as long as it saves in 10 to 50 tokens, so short texts have none.
+# Tokens of a text before the first copy. It takes as long as it saves in 10 to 50 tokens, so short texts have none.
 _TOKENS_BEFORE = 32
 
 
 class UnitCopies:
     """
     The last weights of all feed-forward networks by hidden unit, for one text. One block is copied at a token. They
-    belong to a step during which nobody else changes the model, and end with it: no copy outlives a change of its weight.
+    belong to a step during which nobody changes the model, and end with it, so a copy is never out of date.
 
     Args:
         weights: the size of all weights of the model in bytes.
@@ -42,8 +42,8 @@ class UnitCopies:
     def _check_memory(self, missing: int) -> None:
         """
         Raises:
-            ValueError: if there is no room for the missing copies beside the weights. Weights in mapped files are among
-                the available memory, and should stay there.
+            ValueError: if there is no room for the missing copies beside the weights. Weights in mapped files count as
+                available memory, and should stay there.
         """
         needed = self._weights + 2 * missing * self._blocks.bytes_by_unit()
         if (available := available_memory()) is None or available < needed:

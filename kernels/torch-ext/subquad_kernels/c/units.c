@@ -176,7 +176,8 @@ INLINE floats numbers_of_unit(int format, const char *unit, ptrdiff_t o, int v)
  * Adds up WIDE numbers of a batch of units, from output o on, times x. With AVX-512 the sixteen products of a unit of 4
  * bits are looked up. The sums of a batch fit in 16 bits.
  */
-INLINE void sums_of_batch(int format, const char *unit[TOGETHER], const float *x, ptrdiff_t o, floats sums[WIDE / LANES])
+INLINE void sums_of_batch(
+    int format, const char *unit[TOGETHER], const float *x, ptrdiff_t o, floats sums[WIDE / LANES])
 {
 #if LANES == 16
     if (format == INT4) {
