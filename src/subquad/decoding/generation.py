@@ -259,7 +259,7 @@ class RecurrentGenerationMixin(StepByStepMixin):
     def decoding_step(self, cache: RecurrentCache, batch_size: int | None = None) -> DecodingStep:
         """
         What reads one token of each row behind those that a cache has read, as fast as this machine can; `generate`
-        uses it. It is made once, and called for each token:
+        uses it. (On a CPU, `generate` also skips hidden units of zero.) It is made once, and called for each token:
 
         ```python
         out = model(prompt, use_cache=True, logits_to_keep=1)

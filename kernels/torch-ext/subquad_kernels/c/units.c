@@ -191,9 +191,12 @@ INLINE void sums_of_batch(
             low = _mm512_add_epi16(low, _mm512_permutexvar_epi16(both, products));
             high = _mm512_add_epi16(high, _mm512_permutexvar_epi16(_mm512_srli_epi16(both, 4), products));
         }
-        __m512i found[2] = {low, high};
-        for (int v = 0; v < 4; v++)
-            sums[v] = (floats)_mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm512_extracti64x4_epi64(found[v / 2], v % 2)));
+        __m512i both[2] = {low, high};
+        for (int v = 0; v < WIDE / LANES; v++) {
+            __m256i found;
+            memcpy(&found, (const char *)both + v * sizeof found, sizeof found);
+            sums[v] = (floats)_mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(found));
+        }
         return;
     }
 #endif
