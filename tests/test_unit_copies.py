@@ -225,7 +225,9 @@ class Changing(LogitsProcessor, StoppingCriteria, TextStreamer):
         return self.result(scores)
 
 
-@pytest.mark.parametrize("where", ["logits_processor", "stopping_criteria", "streamer", "prefix", "hook", "pre_hook"])
+@pytest.mark.parametrize(
+    "where", ["logits_processor", "stopping_criteria", "streamer", "prefix", "hook", "pre_hook", "method"]
+)
 def test_weights_change_within_a_text(model, where, made):
     """There are no copies wherever somebody's code runs between two tokens."""
     weights = copy.deepcopy(model.state_dict())
@@ -244,6 +246,15 @@ def test_weights_change_within_a_text(model, where, made):
                 return generate(model)
             finally:
                 handle.remove()
+        if where == "method":
+            prepare = model.prepare_inputs_for_generation
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(
+                    model,
+                    "prepare_inputs_for_generation",
+                    lambda *args, **kw: changing.put(None) or prepare(*args, **kw),
+                )
+                return generate(model)
         changing.result = (lambda scores: scores) if where == "logits_processor" else (lambda _: torch.tensor([False]))
         return generate(model, **{where: changing if where == "streamer" else [changing]})
 

@@ -49,7 +49,8 @@ class CpuStep:
         self._sealed, self._weights = (prepared, weights_of(model)) if alone else (None, [])
         if alone and batch_size == 1 and not is_hooked(model):
             self._sealed = copy.copy(prepared)
-            self._sealed.copies = UnitCopies(prepared.blocks, sum(x.nbytes() for x in self._weights))
+            sizes = {x.data_ptr(): x.nbytes() for x in self._weights}
+            self._sealed.copies = UnitCopies(prepared.blocks, sum(sizes.values()))
 
     @torch.no_grad()
     def __call__(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:

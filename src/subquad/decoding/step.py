@@ -165,7 +165,7 @@ class StepByStepMixin(GenerationMixin):
         self, ids: torch.Tensor, processors: LogitsProcessorList, criteria: StoppingCriteriaList, *args, **kwargs
     ):
         """As in transformers."""
-        before = _alone.set(all(map(_is_known, (*processors, *criteria, kwargs.get("streamer")))))
+        before = _alone.set(all(map(_is_known, (self, *processors, *criteria, kwargs.get("streamer")))))
         try:
             return super()._sample(ids, processors, criteria, *args, **kwargs)
         finally:
