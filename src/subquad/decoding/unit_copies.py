@@ -46,6 +46,7 @@ class UnitCopies:
                 available memory, and should stay there.
         """
         needed = self._weights + 2 * missing * self._blocks.bytes_by_unit()
-        if (available := available_memory()) is None or available < needed:
-            found = "that is not known" if available is None else f"there are {available >> 20}"
-            raise ValueError(f"{needed >> 20} MB of memory must be available, and {found}.")
+        if (available := available_memory()) is None:
+            raise ValueError("how much memory is available is not known.")
+        if available < needed:  # no number that changes: the warning comes once
+            raise ValueError(f"less than {needed >> 20} MB of memory are available.")
