@@ -156,6 +156,7 @@ for name in sys.argv[2:]:
         "serve_client",
         "state_tuning",
         "finetune_classifier",
+        "train_long",
     )
     scripts = [str(EXAMPLES / f"{name}.py") for name in (*names, "distributed/train")]
     run = subprocess.run([sys.executable, "-c", code, "", *scripts], capture_output=True, text=True)
