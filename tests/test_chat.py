@@ -156,6 +156,23 @@ def test_commands(finch, tmp_path, capsys, monkeypatch):
     assert talk(capsys, monkeypatch, finch, f"/save {state} --force", "Hi")[0] == first + "\n"
 
 
+def test_a_conversation_in_a_file(finch, tmp_path, capsys, monkeypatch):
+    """It goes on after every end of the program, from what the last command has left."""
+    file = tmp_path / "diary.state"
+    whole = talk(capsys, monkeypatch, finch, "Hi", "And?", "Why?")[0].splitlines()
+    options = (*GREEDY, "--session", file)
+    assert talk(capsys, monkeypatch, finch, "Hi", options=options)[0].splitlines() == whole[:1]
+    out, notes = talk(capsys, monkeypatch, finch, "And?", "No", "/undo", options=options)
+    assert out.splitlines()[0] == whole[1] and "Loaded" in notes
+    assert talk(capsys, monkeypatch, finch, "Why?", options=options)[0].splitlines() == whole[2:]
+    talk(capsys, monkeypatch, finch, "/reset", options=options)
+    assert talk(capsys, monkeypatch, finch, "Hi", options=options)[0].splitlines() == whole[:1]
+    notes = talk(capsys, monkeypatch, finch, "Hi", options=(*options, "--load", file), code=2)[1]
+    assert "--load and --session both name a conversation" in notes
+    file.write_bytes(file.read_bytes()[:-1])
+    assert "cannot be read" in talk(capsys, monkeypatch, finch, "Hi", options=options, code=1)[1]
+
+
 def test_messages_of_several_lines(finch, capsys, monkeypatch):
     expected = generate(capsys, "a\nb", "--chat", "--model", finch, *GREEDY)
     for lines in (["a\\", "b"], ['"""a', 'b"""'], ['"""a\nb"""'], ["a\\", "b", "", "  "]):

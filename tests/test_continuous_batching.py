@@ -464,7 +464,7 @@ def test_prefix_cache(monkeypatch):
     model, shared = finch(), prompts(1, longest=1)[0] * 50
     texts = [shared + [n] * (3 + n) for n in range(6)]
     expected = [alone(model, ids, max_new_tokens=20) for ids in texts]
-    monkeypatch.setattr(type(model), "make_prefix_cache", subquad.PrefixCache)
+    monkeypatch.setattr(type(model), "make_prefix_cache", lambda model: subquad.PrefixCache())
     counted = Counted(model)
     with batching(model, max_batch_tokens=32) as manager:
         outputs = collect(manager, manager.add_requests(texts, max_new_tokens=20))

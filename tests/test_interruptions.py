@@ -19,14 +19,12 @@ from rwkv_files import write_trainer_file
 
 from subquad import PrefixCache, StateTuningConfig, load_time_states, save_time_states
 from subquad.hub.new_files import PARTIAL
-from subquad.modeling.state_file import ModelIdentity
 from subquad_conversion import convert
 
 
 POINTS = int(os.environ.get("SUBQUAD_DAMAGES", "12")) // 2  # at which each work is interrupted
 FINCH = CASES["rwkv6"]
 TORCH = os.path.dirname(torch.__file__)
-OWNER = ModelIdentity("tiny", "0123456789abcdef")
 
 
 class Interrupted(BaseException):
@@ -68,15 +66,16 @@ class Generate:
         self.path, self.model, self.ids = path, FINCH.model(), FINCH.ids(1, 30)
         self.options = {"max_new_tokens": 4, **GREEDY}
         self.expected = self.model.generate(self.ids, **self.options)
-        self.prefixes = PrefixCache(directory=path, model=OWNER)
+        self.prefixes = PrefixCache(directory=path)
 
     def work(self):
         self.model.generate(self.ids, prefix_cache=self.prefixes, **self.options)
+        self.prefixes.flush()
         self.prefixes.clear()
 
     def check(self):
         assert torch.equal(self.model.generate(self.ids, **self.options), self.expected)
-        for prefixes in (self.prefixes, PrefixCache(directory=self.path, model=OWNER)):
+        for prefixes in (self.prefixes, PrefixCache(directory=self.path)):
             assert torch.equal(self.model.generate(self.ids, prefix_cache=prefixes, **self.options), self.expected)
 
 

@@ -1,26 +1,25 @@
 """Beginnings that many texts share are read once, and the answers stay the same."""
 
 import asyncio
-import gc
-import os
+import random
+import threading
+import time
 
 import pytest
 import torch
 from cases import CASES, GREEDY, TEXT, TRAINED_GENERATING, VARIANTS, each, padded
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
-from safetensors import SafetensorError
 from transformers import GenerationConfig
 
 import subquad
 from subquad import PrefixCache
 from subquad.decoding.generation import RecurrentGenerationMixin
-from subquad.modeling.state_file import ModelIdentity, read_state_file, write_state_file
+from subquad.states.prefix_texts import SortedTexts, shared_among, text_key
 from subquad_cli.run import _keep_states
 
 
 FINCH = CASES["rwkv6"]
-OWNER = ModelIdentity("tiny", "0123456789abcdef")
 
 
 class Counted:
@@ -115,118 +114,175 @@ def test_room():
     assert len(prefixes) == 0
 
 
-@pytest.mark.parametrize("name", ["rwkv6", "avey", "raven", "gecko"])
-def test_files(name, tmp_path):
-    case = CASES[name]
-    model, texts = case.model(), few_shot(case, 3)
-    for ids in texts:
-        PrefixCache(directory=tmp_path, model=OWNER).read(model, ids[0])  # each in a process of its own
-    prefixes = PrefixCache(directory=tmp_path, model=OWNER)
-    found = prefixes.read(model, texts[2][0])
-    assert prefixes.tokens_read == 0 and len(list(tmp_path.iterdir())) == 4
+BATCHED = each(*TEXT, *VARIANTS)
+
+
+def unread(texts, shortest):
+    """The tokens of a batch that must be read, if equal beginnings of at least `shortest` tokens are read once."""
+    tokens, seen = 0, set()
+    for text in texts:
+        text = tuple(text.tolist())
+        shared = max((n for n in range(len(text) + 1) if text[:n] in seen), default=0)
+        tokens += len(text) - (shared if shared >= shortest else 0)
+        seen |= {text[:n] for n in range(len(text) + 1)}
+    return tokens
+
+
+@pytest.mark.quick_cases("*-rwkv?", "*-avey", "*-raven", "*-raven-both", "*-gecko")
+@BATCHED
+@pytest.mark.parametrize("side", ["left", "anywhere"])
+def test_batches(case, side):
+    """Each row continues from its longest beginning, with any padding, as if it were alone."""
+    model, shared = case.model().double(), case.ids(1, 50)
+    texts = [torch.cat((shared, case.ids(1, 20 + 4 * n, seed=n + 1)), 1) for n in range(3)]
+    texts += [torch.cat((texts[1], case.ids(1, 30, seed=8)), 1), texts[0].clone(), case.ids(1, 33, seed=7)]
+    texts += [case.ids(1, 1), case.ids(1, 2, seed=6)]
+    prefixes, options = PrefixCache(), {"max_new_tokens": 4, **GREEDY}
+    inputs = padded([{"input_ids": ids} for ids in texts], side, more=3)
+    expected = model.generate(**inputs, **options)
+    for asked in range(2):
+        assert torch.equal(model.generate(**inputs, prefix_cache=prefixes, **options), expected)
+        known = inputs["attention_mask"][:, :-1].bool()
+        read = [ids[mask] for ids, mask in zip(inputs["input_ids"][:, :-1], known, strict=True)]
+        again = asked * sum(len(ids) for ids in read if len(ids) < 16)
+        assert prefixes.tokens_read == unread(read, 16) + again
+        assert prefixes.tokens_asked == (asked + 1) * sum(map(len, read))
+    # The conversations go on, and others are like them only at first.
+    more = [case.ids(1, 1 + n, seed=20 + n) for n in range(len(texts))]
+    longer = [torch.cat((ids, out[None, -4:], new), 1) for ids, out, new in zip(texts, expected, more, strict=True)]
+    longer[2] = torch.cat((texts[2], case.ids(1, 20, seed=40)), 1)
+    inputs = padded([{"input_ids": ids} for ids in longer], side, more=1)
+    before = prefixes.tokens_read
+    cache = prefixes.read(model, **inputs)
+    # The last generated token and what is new; of the third, all behind its prompt; and the texts that are too short.
+    assert prefixes.tokens_read - before == sum((1 + 1, 1 + 2, 1 + 20, 1 + 4, 1 + 5, 1 + 6, 12, 14))
     with torch.no_grad():
-        expected = model(texts[2], use_cache=True).cache
-        logits = [model(case.ids(1, 1), cache=cache).logits for cache in (found, expected)]
-    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
-    # Those of another model, of another dtype, and damaged ones do not count.
-    other = PrefixCache(directory=tmp_path, model=ModelIdentity("other", "abc"))
-    other.read(model, texts[0][0, :40])
-    assert other.tokens_read == 40
-    low = PrefixCache(directory=tmp_path, model=OWNER)
-    low.read(case.model().to(torch.bfloat16), texts[0][0])
-    assert low.tokens_read == texts[0].shape[1]
-    for file in tmp_path.iterdir():
-        file.write_bytes(file.read_bytes()[:-1])
-    damaged = PrefixCache(directory=tmp_path, model=OWNER)
-    damaged.read(model, texts[0][0])
-    assert damaged.tokens_read == texts[0].shape[1]
+        found = model(case.ids(len(texts), 3), cache=cache).logits
+        for row, ids in enumerate(longer):
+            wanted = model(torch.cat((ids, case.ids(len(texts), 3)[row : row + 1]), 1)).logits[0, -3:]
+            torch.testing.assert_close(found[row], wanted, atol=1e-8, rtol=1e-8)
+        with pytest.raises(ValueError, match="row 0: .* marked as padding"):  # the mask is still compared
+            wrong = torch.cat((inputs["attention_mask"], torch.ones(len(texts), 1, dtype=torch.long)), 1)
+            wrong[0] = 1 - wrong[0]
+            model(case.ids(len(texts), 1), cache=prefixes.read(model, **inputs), attention_mask=wrong)
 
 
-@pytest.mark.fast
-def test_files_only_help(tmp_path):
-    """Whatever a directory holds, and whatever its disk is like, texts are read, with one warning."""
-    model, ids, options = FINCH.model(), FINCH.ids(1, 30), {"max_new_tokens": 5, **GREEDY}
-    expected = model.generate(ids, **options)
-    PrefixCache(directory=tmp_path, model=OWNER).read(model, ids[0, :-1])
-    (file,) = tmp_path.iterdir()
-    content, (states, about) = file.read_bytes(), read_state_file(file)
-    known = about["text"]["ids"]
-    for forged in (
-        {"seen_tokens": 28},
-        {"seen_tokens": 3 * 10**8},
-        {"text": {"ids": [10**30] * 29}},
-        {"text": {"ids": [0.5] * 29}},
-        {"text": {"ids": [[]] * 29}},
-        {"text": {"ids": [*known[:-1], -1]}},
-        {"text": {"ids": []}, "seen_tokens": 0},
-        {"sizes": {}},
-        {"model": 3},
-        {"dtype": 3},
-        {"layers.0.wkv": torch.zeros(1)},
-        {"after_blocks.output": None},
-        {"layers.0.wkv": torch.full((1, 3, 16, 16), torch.nan)},
-        {"x": torch.zeros(())},
+def test_rows_that_end_early():
+    """What a row has read ends before its padding."""
+    model, texts = FINCH.model(), [FINCH.ids(1, 30, seed=n) for n in range(3)]
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    alone = [model.generate(ids, **options | {"eos_token_id": None})[0, 30:].tolist() for ids in texts]
+    end = alone[0][2]
+    prefixes, inputs = PrefixCache(), padded([{"input_ids": ids} for ids in texts], "left", more=2)
+    out = model.generate(**inputs, prefix_cache=prefixes, eos_token_id=end, **options)
+    assert out[0, 35:].tolist() == [0, 0, 0] and any(0 not in row for row in out[:, 32:].tolist())
+    before = prefixes.tokens_read
+    for ids, answer in zip(texts, alone, strict=True):
+        answer = answer[: answer.index(end) + 1] if end in answer[:-1] else answer[:-1]
+        ids = torch.cat((ids[0], torch.tensor(answer)))
+        cache = prefixes.read(model, ids)
+        with torch.no_grad():
+            states = [x.named_states() for x in (cache, model(ids[None], use_cache=True).cache)]
+        torch.testing.assert_close(*states, atol=1e-4, rtol=1e-4)
+    assert prefixes.tokens_read == before
+
+
+def test_checkpoints():
+    """States of long texts are kept at chosen distances, and after chosen ids."""
+    model, ids = FINCH.model(), FINCH.ids(150)
+    ids[ids == 96] = 1
+    ids[[3, 40, 44, 90]] = 96
+    for options, stops in (
+        ({"every": 60}, [60, 120, 150]),
+        ({"after": [96, 1000]}, [41, 91, 150]),
+        ({"every": 50, "after": [96], "shortest": 10}, [41, 100, 150]),
+        ({"every": 200}, [150]),
     ):
-        changed = states | {name: x for name, x in forged.items() if name not in about}
-        changed = {name: x for name, x in changed.items() if x is not None}
-        write_state_file(file, changed, about | {name: x for name, x in forged.items() if name in about})
-        prefixes = PrefixCache(directory=tmp_path, model=OWNER)
-        assert torch.equal(model.generate(ids, prefix_cache=prefixes, **options), expected), forged
-        assert prefixes.tokens_read == 29, forged
-        for path in tmp_path.iterdir():
-            path.unlink()
-    (tmp_path / "directory.state").mkdir()
-    os.mkfifo(tmp_path / "pipe.state")
-    (tmp_path / "bytes.state").write_bytes(content[:100])
-    (tmp_path / "not-a-directory").write_bytes(b"")
-    for directory in (tmp_path, tmp_path / "not-a-directory", tmp_path / "not-a-directory" / "below"):
-        prefixes = PrefixCache(directory=directory, model=OWNER)
-        for _ in range(2):
-            assert torch.equal(model.generate(ids, prefix_cache=prefixes, **options), expected)
-        assert prefixes.tokens_read == 29 and prefixes.tokens_asked == 58
+        options = {"shortest": 20, **options}
+        if "every" in options and "after" in options:
+            stops = [41, 91, 150] if options["shortest"] > 9 else stops
+        for rows in (1, 2):
+            prefixes = PrefixCache(**options)
+            prefixes.read(model, ids.repeat(rows, 1))
+            assert sorted(prefixes.known(ids[:n]) for n in range(1, 151) if prefixes.known(ids[:n]) == n) == stops
+            assert prefixes.tokens_read == 150 and len(prefixes) == len(stops)
+    with pytest.raises(ValueError, match="`every` must be at least 1, got 0"):
+        PrefixCache(every=0)
 
 
-def test_a_file_that_is_damaged_later_is_written_again(tmp_path):
-    model, ids = FINCH.model(), FINCH.ids(20)
-    PrefixCache(directory=tmp_path, model=OWNER).read(model, ids)
-    (file,) = tmp_path.iterdir()
-    prefixes = PrefixCache(directory=tmp_path, model=OWNER)
-    prefixes.read(model, FINCH.ids(17, seed=3))
-    file.write_bytes(file.read_bytes()[:-1])
+def test_texts_in_order():
+    """As by comparing with each of them."""
+    chance = random.Random(0)
+    for _ in range(200):
+        draw = lambda: text_key([chance.randrange(2) for _ in range(chance.randrange(1, 9))])  # noqa: E731
+        texts, held = SortedTexts(), {draw() for _ in range(chance.randrange(12))}
+        for key in sorted(held, key=lambda key: chance.random()):
+            texts.add(key)
+        for key in chance.sample(sorted(held), len(held) // 3):
+            texts.remove(key)
+            held.remove(key)
+        key = draw()
+        sizes = [max(n for n in range(0, min(len(key), len(x)) + 1, 4) if key[:n] == x[:n]) for x in held]
+        assert texts.longest_shared(key) == max(sizes, default=0)
+        assert texts.longest_beginning(key) == max((x for x in held if key.startswith(x)), key=len, default=None)
+        for one, found in shared_among(held).items():
+            pairs = [(one, x) for x in held if x != one]
+            assert found == {max(n for n in range(0, min(len(a), len(b)) + 1, 4) if a[:n] == b[:n]) for a, b in pairs}
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_threads(in_files, tmp_path):
+    """Several threads read, and drop what others are about to use."""
+    model, errors = FINCH.model(), []
+    texts = [torch.cat((FINCH.ids(30), FINCH.ids(4 + n, seed=n))) for n in range(1, 7)]
+    with torch.no_grad():
+        expected = [model(text[None], use_cache=True).cache.named_states() for text in texts]
+    size = PrefixCache().read(model, texts[0]).nbytes
+    prefixes = PrefixCache(max_bytes=3 * size, directory=tmp_path if in_files else None)
+
+    def work(seed):
+        chance = random.Random(seed)
+        try:
+            for _ in range(15):
+                rows = chance.sample(range(len(texts)), chance.randrange(1, 4))
+                inputs = padded([{"input_ids": texts[row][None]} for row in rows], "left")
+                caches = prefixes.read(model, **inputs).split()
+                for row, cache in zip(rows, caches, strict=True):
+                    found = cache.named_states()
+                    found["after_blocks.padding"] = expected[row]["after_blocks.padding"]
+                    torch.testing.assert_close(found, expected[row], atol=1e-4, rtol=1e-4)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    prefixes.flush()
+    assert errors == [] and prefixes.nbytes <= 3 * size
+    assert prefixes.tokens_read < prefixes.tokens_asked / 2
+
+
+def test_a_state_in_a_file_is_read_once(tmp_path, monkeypatch):
+    model, ids, calls = FINCH.model(), FINCH.ids(30), []
+    prefixes = PrefixCache(directory=tmp_path)
     prefixes.read(model, ids)
-    assert prefixes.tokens_read == 37
-    again = PrefixCache(directory=tmp_path, model=OWNER)
-    again.read(model, ids)
-    assert again.tokens_read == 0
+    prefixes.flush()
+    prefixes, load = PrefixCache(directory=tmp_path), prefixes.directory.load
+    waits = threading.Barrier(3, timeout=30)
+    monkeypatch.setattr(prefixes.directory, "load", lambda *job: (calls.append(job), time.sleep(0.2), load(*job))[-1])
 
+    def work():
+        waits.wait()
+        prefixes.read(model, ids)
 
-def test_a_full_disk_loses_no_answer(tmp_path, monkeypatch):
-    model, ids, options = FINCH.model(), FINCH.ids(1, 30), {"max_new_tokens": 5, **GREEDY}
-    expected, warnings = model.generate(ids, **options), []
-    monkeypatch.setattr("subquad.states.prefix_cache.logger.warning_once", warnings.append)
-
-    def save_file(tensors, path, metadata):
-        raise SafetensorError("I/O error: No space left on device (os error 28)")
-
-    monkeypatch.setattr("subquad.modeling.state_file.save_file", save_file)
-    prefixes = PrefixCache(directory=tmp_path, model=OWNER)
-    assert torch.equal(model.generate(ids, prefix_cache=prefixes, **options), expected)
-    assert torch.equal(model.generate(ids, prefix_cache=prefixes, **options), expected)
-    assert prefixes.tokens_read == 29 and not list(tmp_path.iterdir())
-    assert len({*warnings}) == 1 and "No space left on device" in warnings[0]
-
-
-def test_files_have_a_limit(tmp_path):
-    model = FINCH.model()
-    size = PrefixCache().read(model, FINCH.ids(20)).nbytes
-    prefixes = PrefixCache(max_bytes=1, directory=tmp_path, max_disk_bytes=2 * size, model=OWNER)
-    for seed in range(4):
-        prefixes.read(model, FINCH.ids(20, seed=seed))
-    assert len(list(tmp_path.iterdir())) == 2 and prefixes.nbytes == size
-    prefixes.read(model, FINCH.ids(20, seed=2))  # from its file
-    assert prefixes.tokens_read == 80
-    prefixes.clear()
-    assert list(tmp_path.iterdir()) == []
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(calls) == 1 and prefixes.tokens_read == 0 and prefixes.tokens_asked == 90
 
 
 def adapted(config, *others):
@@ -324,76 +380,40 @@ def test_weights_made_in_inference_mode():
     assert prefixes.tokens_read == 40
 
 
-def test_files_of_a_model_that_changes(tmp_path):
-    """They belong to the model as it was."""
-    model, ids = adapted(LORA), FINCH.ids(20)
-    base, prefixes = model.get_base_model(), PrefixCache(directory=tmp_path, model=OWNER)
-    prefixes.read(base, ids)
-    with model.disable_adapter():
-        prefixes.read(base, ids)
-        prefixes.read(base, FINCH.ids(25, seed=1))
-    assert prefixes.tokens_read == 20 + 20 + 25
-    assert len(list(tmp_path.iterdir())) == 1
-    prefixes.read(base, ids)
-    assert prefixes.tokens_read == 65
-    model.merge_adapter()
-    prefixes.read(base, ids)
-    assert prefixes.tokens_read == 85
-
-
-def test_cleared_after_a_change(tmp_path):
-    """The files still belong to the model as it was. Without files, another model may come."""
-    model, ids = FINCH.model(), FINCH.ids(20)
-    prefixes = PrefixCache(directory=tmp_path, model=OWNER)
-    prefixes.read(model, ids)
-    write(model, False)
-    prefixes.clear()
-    prefixes.read(model, ids)
-    assert prefixes.tokens_read == 40 and list(tmp_path.iterdir()) == []
-    prefixes.clear()
-    del model
-    gc.collect()
-    prefixes.clear()
-    prefixes.read(FINCH.model(), ids)
-    assert len(list(tmp_path.iterdir())) == 1
-    prefixes = PrefixCache()
-    models = FINCH.model(), FINCH.model(seed=1)
-    for model in models:
-        prefixes.read(model, ids)
-        prefixes.clear()
-
-
 def test_a_state_of_a_changed_model_is_not_kept():
     model, ids = adapted(LORA, LORA), FINCH.ids(1, 30)
     base, prefixes = model.get_base_model(), PrefixCache()
-    first = prefixes.read(base, ids[0, :20])
+    first, version = prefixes.read(base, ids[0, :20]), prefixes.version
     model.set_adapter("1")
     with torch.no_grad():
         changed = base(ids, use_cache=True).cache
-    prefixes.put(ids[0], changed)
-    prefixes.put(ids[0, :20], first)  # nor one of the model as it was
+    prefixes.put(ids[0], changed, prefixes.version)
+    prefixes.put(ids[0, :20], first, prefixes.version)  # nor one of the model as it was
     model.set_adapter("0")
     prefixes.read(base, ids[0])
     assert prefixes.tokens_read == 30
     model.set_adapter("1")
     prefixes.read(base, ids[0, :20])
     assert prefixes.tokens_read == 50
-    prefixes.put(ids[0], changed)
+    prefixes.put(ids[0, :20], first, version)  # of an earlier version
+    prefixes.put(ids[0], changed, None)
+    assert len(prefixes) == 1
+    prefixes.put(ids[0], changed, prefixes.version)
     prefixes.read(base, ids[0])
     assert prefixes.tokens_read == 50
 
 
-def test_refusals(tmp_path):
+def test_refusals():
     model, ids = FINCH.model(), FINCH.ids(1, 20)
     prefixes = PrefixCache()
     prefixes.read(model, ids[0])
     with pytest.raises(ValueError, match="holds the states of another model"):
         prefixes.read(FINCH.model(), ids[0])
     for options, message in (
-        ({"input_ids": FINCH.ids(2, 5)}, r"`input_ids` with one row, got \(2, 5\)"),
-        (padded([{"input_ids": ids}], "left", more=2), "`attention_mask` must not have zeros"),
+        ({"input_ids": FINCH.ids(2, 5)}, "needs an `attention_mask` for `input_ids` with 2 rows"),
+        ({"input_ids": ids, "attention_mask": torch.ones(1, 21)}, r"`attention_mask` must be \(1, 20\) if"),
         ({"input_ids": ids, "cache": model.new_cache()}, "`cache` cannot be given together"),
-        ({}, "`input_ids` with one row, got None"),
+        ({}, "`prefix_cache` needs `input_ids`"),
         ({"input_ids": ids, "prompt_lookup_num_tokens": 3}, "`prompt_lookup_num_tokens` cannot be given together"),
         ({"input_ids": ids, "assistant_model": model}, "`assistant_model` cannot be given together"),
         ({"input_ids": ids, "cache_implementation": "static"}, "`cache_implementation` cannot be given together"),
@@ -406,13 +426,15 @@ def test_refusals(tmp_path):
     with torch.no_grad():
         cache = model(FINCH.ids(2, 20)).cache
     with pytest.raises(ValueError, match="`cache` must hold one sequence, got 2"):
-        prefixes.put(ids[0], cache)
+        prefixes.put(ids[0], cache, prefixes.version)
     with pytest.raises(ValueError, match="has read 20 tokens, but `ids` has 4"):
-        prefixes.put(ids[0, :4], cache.split()[0])
+        prefixes.put(ids[0, :4], cache.split()[0], prefixes.version)
+    with pytest.raises(ValueError, match=r"`attention_mask` must be \(1, 20\), as `input_ids`, got \(1, 4\)"):
+        prefixes.read(model, ids, torch.ones(1, 4))
+    with pytest.raises(RuntimeError, match="before all texts were read"):
+        prefixes.begin(model, [FINCH.ids(9, seed=5)]).cache(9)
     with pytest.raises(ValueError, match="`max_bytes` must be at least 1, got 0"):
         PrefixCache(max_bytes=0)
-    with pytest.raises(ValueError, match="`directory` needs `model`"):
-        PrefixCache(directory=tmp_path)
 
 
 class _Prompt:

@@ -5,8 +5,8 @@ are read once, and each question is read once for all of its answers.
     python examples/lm_eval/with_states.py run --model subquad --model_args pretrained=./finch-1b6 \
         --tasks arc_easy --num_fewshot 5
 
-takes the options of `lm_eval` and gives the scores of `--model hf`. One text is read at a time, so `--batch_size` has
-no effect on it. On a GPU, this pays off with long shared beginnings.
+takes the options of `lm_eval` and gives the scores of `--model hf`. Questions are scored one at a time; `--batch_size`
+is for tasks that generate. On a GPU, this pays off with long shared beginnings.
 """
 
 import torch
@@ -50,8 +50,7 @@ class StateLM(HFLM):
         return [answers[n] for n in range(len(requests))]
 
     def _model_generate(self, context, max_length, stop, **options):
-        mask = options.get("attention_mask")
-        if len(context) == 1 and (mask is None or mask.all()):
+        if len(context) == 1 or options.get("attention_mask") is not None:
             options["prefix_cache"] = self.prefixes
         return super()._model_generate(context, max_length, stop, **options)
 

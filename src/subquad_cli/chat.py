@@ -51,6 +51,7 @@ commands:
 examples:
   subquad chat ./goose-0.4b --think
   subquad chat ./goose-0.4b --load monday.state
+  subquad chat ./goose-0.4b --session diary.state
   echo "Why is the sky blue?" | subquad chat ./finch-1b6 --greedy
 """
 
@@ -68,6 +69,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("model", metavar="MODEL", help="a model directory, the name of an embedded model, or a model on the Hub")
     add("--system", metavar="TEXT", help="the beginning of the conversation, such as a role for the model")
     add("--load", metavar="FILE", help="continue with a saved state")
+    add(
+        "--session",
+        metavar="FILE",
+        help="keep the conversation in this file: it continues what is there, and is saved after every message",
+    )
     add(
         "--prefix-cache",
         metavar="DIRECTORY",
@@ -121,7 +127,7 @@ class Chat:
         if args.prefix_cache is not None:
             from subquad.states.prefix_cache import PrefixCache
 
-            self.prefixes = PrefixCache(directory=args.prefix_cache, model=identity)
+            self.prefixes = PrefixCache(directory=args.prefix_cache)
 
     @property
     def conversation(self) -> Conversation:
@@ -142,6 +148,12 @@ class Chat:
         with signals_raise():
             session.save(file, self.identity)
         note(f"Saved {session.cache.get_seq_length():,} tokens to {file}.")
+
+    def keep(self) -> None:
+        """Saves the conversation as it is now, if there is a file for it."""
+        if self.args.session is not None:
+            with signals_raise():
+                self.conversation.session.save(self.args.session, self.identity)
 
     def load(self, argument: str) -> None:
         from subquad.states.session import SavedSession
@@ -326,9 +338,12 @@ def read_message(in_terminal: bool) -> str | None:
 
 def run(args: Namespace) -> None:
     sampling_options(args)  # its checks come first
+    if args.load is not None and args.session is not None:
+        raise UsageError("--load and --session both name a conversation to continue.")
     path = find_model(args.model)
     start.begin(args, path)
-    identity, saved = read_session(args.model, path, args.load, needed=True)
+    kept = args.session if args.session is not None and os.path.exists(args.session) else None
+    identity, saved = read_session(args.model, path, args.load or kept, needed=True)
 
     import torch
     import transformers
@@ -366,8 +381,10 @@ def run(args: Namespace) -> None:
                 raise UsageError(f"{command} is a command of one word, got {argument.strip()!r} after it.")
             if command in COMMANDS:
                 getattr(chat, command[1:])(argument.strip())
+                chat.keep()
             elif message.strip():
                 chat.answer(message)
+                chat.keep()
         except KeyboardInterrupt:
             if not in_terminal:
                 raise

@@ -21,10 +21,13 @@ subquad's architectures like transformers' own. (This does not extend to process
 for torchrun or accelerate must import subquad itself.)
 
 `transformers serve` answers requests together, in continuous batches, if the state of the model has a constant size.
-With --no-continuous-batching or --compile, it answers them one after the other.
+With --no-continuous-batching or --compile, it answers them one after the other. It keeps the states of texts, so that
+a conversation is not read again; with --prefix-cache DIRECTORY also in files there, for other servers and after a
+restart.
 
 examples:
   subquad run transformers serve ./finch-1b6
+  subquad run transformers serve ./finch-1b6 --prefix-cache ./states
   subquad run lm_eval --model hf --model_args pretrained=./finch-1b6 --tasks lambada_openai
 """
 
@@ -42,7 +45,7 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(f"no installed package has the command {args.name!r}.")
     _put_classes_into_transformers()
     if args.name == "transformers" and args.arguments[:1] == ["serve"]:
-        _keep_states()
+        _keep_states(_take_option(args.arguments, "--prefix-cache"))
         _batch_continuously(args.arguments)
         limit_templates()
     sys.argv = [args.name, *args.arguments]
@@ -66,12 +69,28 @@ def _put_classes_into_transformers() -> None:
             setattr(transformers, head, architecture.load(head))
 
 
-def _keep_states() -> None:
+def _take_option(arguments: list[str], name: str) -> str | None:
+    """Takes our own option, `name VALUE` or `name=VALUE`, out of another command's arguments. Returns the value."""
+    value = None
+    for place in reversed(range(len(arguments))):
+        option, equals, given = arguments[place].partition("=")
+        if option != name:
+            continue
+        if not equals and place + 1 == len(arguments):
+            raise UsageError(f"{name} needs a value.")
+        if value is not None:
+            raise UsageError(f"{name} was given twice.")
+        value = given if equals else arguments.pop(place + 1)
+        del arguments[place]
+    return value
+
+
+def _keep_states(directory: str | None = None) -> None:
     """The server passes whole conversations to `generate`, which then continues from states of their beginnings."""
     from subquad.decoding.generation import RecurrentGenerationMixin
     from subquad.states.prefix_cache import PrefixCache
 
-    RecurrentGenerationMixin.make_prefix_cache = PrefixCache
+    RecurrentGenerationMixin.make_prefix_cache = lambda model: PrefixCache(directory=directory)
 
 
 def _batch_continuously(arguments: list[str]) -> None:

@@ -35,7 +35,7 @@ NOT_WITH_PREFIXES = ("inputs_embeds", "pixel_values", "cache", "cache_implementa
 class RecurrentGenerationMixin(StepByStepMixin):
     """`generate` with a [`RecurrentCache`]."""
 
-    # Makes a prefix cache for every model that is not given one. `subquad run transformers serve` sets it.
+    # Makes the prefix cache of a model that is not given one. `subquad run transformers serve` sets it.
     # package only
     make_prefix_cache: Callable | None = None
 
@@ -50,9 +50,8 @@ class RecurrentGenerationMixin(StepByStepMixin):
         As in transformers. The output has the cache under both names.
 
         Args:
-            prefix_cache: a [`PrefixCache`] of the package, in which the longest known beginning of the text is looked
-                up, and which keeps the states after the prompt and after the generated text. One text at a time,
-                without padding.
+            prefix_cache: a [`PrefixCache`] of the package, in which the longest known beginning of each text is looked
+                up, and which keeps the states after the prompts and after the generated texts.
         """
         kwargs = with_own_names(kwargs)
         if kwargs.get("cache") is not None:
@@ -75,7 +74,7 @@ class RecurrentGenerationMixin(StepByStepMixin):
         given = kwargs.pop("prefix_cache", None)
         if given is None and (self.make_prefix_cache is None or _has_learned_prompt(self)):
             return None
-        refusal = _why_not_one_text(args, kwargs, self.generation_config)
+        refusal = _why_not_behind(args, kwargs, self.generation_config)
         if given is not None and refusal is not None:
             raise ValueError(refusal)
         return self.prefix_cache_of_its_own() if given is None and refusal is None else given
@@ -84,20 +83,29 @@ class RecurrentGenerationMixin(StepByStepMixin):
     def prefix_cache_of_its_own(self) -> Any:
         """The prefix cache of this model; None unless all models have one."""
         if "own_prefix_cache" not in self.__dict__ and self.make_prefix_cache is not None:
-            self.own_prefix_cache = self.make_prefix_cache()
+            self.own_prefix_cache = type(self).make_prefix_cache(self)
         return self.__dict__.get("own_prefix_cache")
 
     # package only
     def _generate_behind(self, prefix_cache: Any, *args, **kwargs):
-        """`generate` from the longest beginning of the text that the prefix cache knows."""
+        """`generate` from the longest beginnings of the texts that the prefix cache knows."""
         ids = _given_ids(args, kwargs)
-        kwargs.setdefault("attention_mask", torch.ones_like(ids))
+        mask = kwargs.setdefault("attention_mask", torch.ones_like(ids))
         # The last token is left to `generate`, which needs the logits after it.
-        cache = prefix_cache.read(self, ids[0, :-1])
+        known = mask[:, :-1].cpu() != 0
+        reading = prefix_cache.begin(self, [row[real] for row, real in zip(ids[:, :-1].cpu(), known, strict=True)])
+        while not reading.is_done:
+            reading.step()
+        cache = reading.cache(ids.shape[1] - 1)
         out = self._generate(*args, cache=cache, **kwargs)
         sequences = out if isinstance(out, torch.Tensor) else out.sequences
-        if cache.batch_size == 1:
-            prefix_cache.put(sequences[0, : cache.get_seq_length()], cache)
+        if cache.batch_size == len(ids) == len(sequences):  # and not beams, or several answers
+            length, padding, real = cache.get_seq_length(), cache.padding_read().tolist(), mask.cpu() != 0
+            for row, text in enumerate(sequences[:, :length].cpu()):
+                # Behind the prompt, padding is only at the end.
+                text = torch.cat((text[: ids.shape[1]][real[row]], text[ids.shape[1] :]))
+                text = text[: length - padding[row]]
+                prefix_cache.put(text, cache.copy_of_row(row, len(text)), reading.version)
         return out
 
     def _generate(self, *args, cache: RecurrentCache | None = None, **kwargs):
@@ -370,7 +378,7 @@ def _check_learned_prompt(model: RecurrentGenerationMixin, kwargs: dict[str, Any
                 )
 
 
-def _why_not_one_text(args: tuple, kwargs: dict[str, Any], default: GenerationConfig) -> str | None:
+def _why_not_behind(args: tuple, kwargs: dict[str, Any], default: GenerationConfig) -> str | None:
     """Why a prefix cache cannot be used with arguments of `generate`; None if it can."""
     for name in NOT_WITH_PREFIXES:
         if _setting(kwargs, name, default) is not None:
@@ -378,10 +386,12 @@ def _why_not_one_text(args: tuple, kwargs: dict[str, Any], default: GenerationCo
     if _setting(kwargs, "use_cache", default) is False:
         return "`use_cache` must not be False if `prefix_cache` is given."
     ids, mask = _given_ids(args, kwargs), kwargs.get("attention_mask")
-    if ids is None or ids.shape[0] != 1:
-        return f"`prefix_cache` needs `input_ids` with one row, got {None if ids is None else tuple(ids.shape)}."
-    if mask is not None and not mask.all():
-        return "`attention_mask` must not have zeros if `prefix_cache` is given."
+    if ids is None:
+        return "`prefix_cache` needs `input_ids`."
+    if mask is None and ids.shape[0] > 1:
+        return f"`prefix_cache` needs an `attention_mask` for `input_ids` with {ids.shape[0]} rows."
+    if mask is not None and mask.shape != ids.shape:
+        return f"`attention_mask` must be {tuple(ids.shape)} if `prefix_cache` is given, got {tuple(mask.shape)}."
     return None
 
 

@@ -62,6 +62,10 @@ class RecurrentCache(Cache):
     float32_names: tuple[str, ...] = ("wkv",)
     integer_names: tuple[str, ...] = ("padding",)
 
+    # States that may be stored in fewer bytes, one scale for each row (the last dimension) in 8 bits.
+    # package only
+    packed_names: tuple[str, ...] = ("wkv",)
+
     # The class of static caches, which transformers recognises as such. A subclass has one of its own, or none.
     static_class: "type[RecurrentCache] | None" = None
 
@@ -211,7 +215,7 @@ class RecurrentCache(Cache):
         self._move_count(device)
         self.seen_tokens.add_(tokens.length)
 
-    def _padding(self) -> torch.Tensor:
+    def padding_read(self) -> torch.Tensor:
         """A copy of the number of padding tokens that each row has read, int64 (batch)."""
         held = self.after_blocks.states.get("padding")
         return torch.zeros(self.batch_size, dtype=torch.long) if held is None else held.clone()
@@ -236,7 +240,7 @@ class RecurrentCache(Cache):
                 f"{length}. Give the mask of the whole text, or of the input alone."
             )
         marked = (mask[:, :earlier] == 0).sum(1)
-        values = read_values(marked=marked, read=self._padding().to(marked.device))
+        values = read_values(marked=marked, read=self.padding_read().to(marked.device))
         for row in np.flatnonzero((values["marked"] != values["read"]) & (values["read"] >= 0)):
             raise ValueError(
                 f"`attention_mask`, row {row}: {values['marked'][row]} of the first {seen} tokens are marked as "
@@ -311,7 +315,7 @@ class RecurrentCache(Cache):
         if rows.dtype != torch.bool or rows.shape != (number,):
             found = f"{rows.dtype} {tuple(rows.shape)}"
             raise ValueError(f"`rows` must be bool ({number}), one for each row of the cache, got {found}.")
-        padding = self._padding()
+        padding = self.padding_read()
         for layer in self.all_layers:
             layer.reset_rows(rows)
         self.after_blocks.write("padding", padding.masked_fill(rows.to(padding.device), NOT_COMPARED))
@@ -413,7 +417,7 @@ class RecurrentCache(Cache):
                 pairs = zip(fresh, caches, strict=True)
                 fresh = [torch.zeros(c.batch_size, dtype=torch.bool) if rows is None else rows for rows, c in pairs]
                 layer.fresh_rows = _concatenate(fresh)
-        padding = [cache._padding() for cache in caches]
+        padding = [cache.padding_read() for cache in caches]
         for count, cache in zip(padding, caches, strict=True):
             if cache.get_seq_length() < joined.seen_tokens:
                 count.fill_(NOT_COMPARED)
@@ -447,14 +451,21 @@ class RecurrentCache(Cache):
                     layer.aliased.discard(name)
                 held.index_copy_(0, torch.tensor(rows, device=held.device), state)
                 layer.write(name, held)
-        self.after_blocks.write("padding", torch.full_like(self._padding(), NOT_COMPARED))
+        self.after_blocks.write("padding", torch.full_like(self.padding_read(), NOT_COMPARED))
 
     # package only
     def copy_of_row(self, row: int, tokens: int) -> "RecurrentCache":
-        """A cache with a copy of one row, which has read a number of tokens."""
+        """A cache with a copy of one row, which has read a number of tokens besides padding."""
         copied = self._mapped(lambda x: x[row : row + 1].clone())
-        copied.seen_tokens = tokens
+        copied.set_padding(tokens, torch.zeros(1, dtype=torch.long))
         return copied
+
+    # package only
+    def set_padding(self, tokens: int, padding: torch.Tensor) -> None:
+        """Sets the number of tokens read, padding included, and of the padding among them, int64 (batch)."""
+        self.seen_tokens = tokens
+        if PADDING in self.named_states():
+            self.after_blocks.write("padding", padding.to(self.padding_read().device))
 
     @property
     def dtype(self) -> torch.dtype | None:

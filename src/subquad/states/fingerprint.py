@@ -1,10 +1,19 @@
 """Fingerprints of what a model's states depend on, to detect states of earlier weights."""
 
+import hashlib
+import json
 import weakref
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+
+from .identity import INCIDENTAL
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 # Attributes of PEFT's layers: active adapters, merged adapters, and their scaling.
@@ -28,8 +37,7 @@ class Fingerprint:
         self._counts: list[tuple[int, int | None]] = []
         samples: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for module in model.modules():
-            own = vars(module)
-            self._settings += [(name, repr(own[name])) for name in SETTINGS if name in own]
+            self._settings += _settings(module)
             self._parts += [weakref.ref(hook) for hook in _hooks(module)]
             for x in (*module._parameters.values(), *module._buffers.values()):
                 if x is None or x.is_meta:  # offloaded weights, loaded for each call
@@ -51,6 +59,45 @@ class Fingerprint:
             and self._samples.keys() == other._samples.keys()
             and all(torch.equal(x, other._samples[kind]) for kind, x in self._samples.items())
         )
+
+
+@torch.no_grad()
+def digest_of(model: "PreTrainedModel") -> str:
+    """
+    A hexadecimal digest of what a model's states depend on, the same in every process: its configuration, the names,
+    dtypes and shapes of its parameters and buffers with eight numbers of each, and the settings of adapters.
+
+    Raises:
+        ValueError: if they depend on something else: weights that are offloaded or packed, or hooks.
+    """
+    config = {name: value for name, value in model.config.to_dict().items() if name not in INCIDENTAL}
+    about, samples = [json.dumps(config, sort_keys=True, default=str)], []
+    for name, module in model.named_modules():
+        about += [f"{name} {setting} {value}" for setting, value in _settings(module)]
+        if _hooks(module):
+            raise ValueError(f"the module {name or type(model).__name__} has a hook")
+        for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
+            for part, x in tensors.items():
+                if x is None:
+                    continue
+                if x.is_meta or type(x) not in (torch.Tensor, nn.Parameter) or x.layout != torch.strided:
+                    raise ValueError(f"the {kind} {name}.{part} is offloaded or packed")
+                about.append(f"{name}.{part} {x.dtype} {tuple(x.shape)}")
+                if x.numel():
+                    samples.append(_sample(x).contiguous().view(torch.uint8))
+    digest = hashlib.sha256("\n".join(about).encode())
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for x in samples:
+        by_device.setdefault(x.device, []).append(x)
+    for several in by_device.values():
+        digest.update(torch.cat(several).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _settings(module: nn.Module) -> list[tuple[str, str]]:
+    """Settings of adapters, except those that were only set to their default."""
+    own, default = vars(module), type(module)
+    return [(name, repr(own[name])) for name in SETTINGS if name in own and own[name] != getattr(default, name, None)]
 
 
 def _hooks(module: nn.Module) -> list[Callable]:

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ class Prompts:
         ids: int64 (rows, tokens).
         mask: bool (rows, tokens), False for padding; None if there is none.
         cache: the states after the first `read` tokens.
-        stops: numbers of tokens at which a piece ends, and the state is kept for later requests.
+        reading: reads all but the last token from the states of a prefix cache; None if there is none.
     """
 
     requests: list[list[Request]]
@@ -43,7 +43,7 @@ class Prompts:
     mask: torch.Tensor | None
     cache: RecurrentCache
     read: int = 0
-    stops: tuple[int, ...] = ()
+    reading: Any = None
 
     @property
     def places(self) -> dict[Request, int]:
@@ -101,6 +101,14 @@ class Batch:
         if self.prompts is not None and not self.prompts.places:
             self.prompts = None
 
+    def forget_version(self) -> None:
+        """Called when the model may have changed: no state of a text that was begun before is kept for others."""
+        begun = [] if self.prompts is None else list(self.prompts.places)
+        for request in [*begun, *self.rows.requests]:
+            request.version = None
+        if self.prompts is not None and self.prompts.reading is not None:
+            self.prompts.reading.version = None
+
     def step(self) -> Iterator[list[Request]]:
         """
         Reads a piece of prompts, then lets each running request generate a token. If one of the two fails, its
@@ -125,46 +133,59 @@ class Batch:
         free = self.most - len(self.rows.requests)
         if not self.waiting or free < 1:
             return None
-        first = len(self.waiting[0].text)
+        first = self._unread(self.waiting[0].text)
         together: dict[tuple[int, ...], list[Request]] = {}
-        taken, longest = [], first
+        taken, most = [], first
         for request in itertools.islice(self.waiting, LOOKED_AT):
             text = tuple(request.text)
             if text not in together and together:
-                if self.prefix_cache is not None or not first / SIMILAR <= len(text) <= first * SIMILAR:
+                unread = self._unread(text)
+                if not first / SIMILAR <= unread <= first * SIMILAR:
                     continue
-                if (len(together) + 1) * max(longest, len(text)) > self.piece:
+                if (len(together) + 1) * max(most, unread) > self.piece:
                     continue
+                most = max(most, unread)
             together.setdefault(text, []).append(request)
             taken.append(request)
-            longest = max(longest, len(text))
             if len(taken) == free:
                 break
         gone = set(taken)
         self.waiting = deque(each for each in self.waiting if each not in gone)
         for request in taken:
             request.begin()
+        longest = max(map(len, together))
         ids = torch.tensor([[0] * (longest - len(text)) + list(text) for text in together])
         lengths = torch.tensor([len(text) for text in together])
         mask = torch.arange(longest) >= longest - lengths[:, None]
         device = self.model.device
-        return Prompts(
+        prompts = Prompts(
             list(together.values()), ids.to(device), None if mask.all() else mask.to(device), self.model.new_cache()
         )
+        if self.prefix_cache is not None:
+            # The last token is read in any case, for the logits after it.
+            prompts.reading = self.prefix_cache.begin(self.model, [text[:-1] for text in together])
+            for request in taken:
+                request.version = prompts.reading.version
+        return prompts
+
+    def _unread(self, text: Sequence[int]) -> int:
+        """The number of tokens of a text that no state covers."""
+        return len(text) - (0 if self.prefix_cache is None else self.prefix_cache.known(text[:-1]))
 
     def _read_prompts(self) -> list[Request]:
         """Reads a piece of prompts. Returns the requests that got their first token by it."""
         if self.prompts is None:
-            self.prompts = prompts = self._take_prompts()
-            if prompts is not None and self.prefix_cache is not None:
-                # The last token is read in any case, for the logits after it.
-                prompts.cache, prompts.stops = self.prefix_cache.plan(self.model, prompts.ids[0, :-1])
-                prompts.read = prompts.cache.get_seq_length()
+            self.prompts = self._take_prompts()
         if (prompts := self.prompts) is None:
             return []
         rows, length = prompts.ids.shape
+        if (reading := prompts.reading) is not None:
+            reading.step(self.piece)
+            if not reading.is_done:
+                return []
+            prompts.cache, prompts.read = reading.cache(length - 1), length - 1
+            prompts.reading = prompts.mask = None
         end = min(prompts.read + max(1, self.piece // rows), length)
-        end = min([end, *(stop for stop in prompts.stops if stop > prompts.read)])
         piece = slice(prompts.read, end)
         out = self.model(
             input_ids=prompts.ids[:, piece],
@@ -174,8 +195,6 @@ class Batch:
             **named_cache(prompts.cache),
         )
         prompts.read = end
-        if end in prompts.stops:
-            self.prefix_cache.put(prompts.ids[0, :end], prompts.cache)
         if end < length:
             return []
         requests, logits = list(prompts.places), out.logits[list(prompts.places.values()), -1]
@@ -197,8 +216,8 @@ class Batch:
         if self.prefix_cache is not None:
             for request in ended:
                 if request.error is None:  # the state is the one before the last token
-                    ids = torch.tensor(request.text[:-1])
-                    self.prefix_cache.put(ids, self.rows.state_of(request, len(ids)))
+                    ids = request.text[:-1]
+                    self.prefix_cache.put(ids, self.rows.state_of(request, len(ids)), request.version)
         self.rows.forget(ended)
         return running
 

@@ -421,6 +421,7 @@ class RecurrentBatchingManager(ContinuousBatchingManager):
                     self._changed.notify_all()
                     self._changed.wait_for(lambda: not self._pausing)
                     self._parked = False
+                    batch.forget_version()
                 if self._stops_at_once:
                     return False
                 batch.waiting.extend(self._added)

@@ -147,6 +147,8 @@ class Request:
     created_time: float = field(default_factory=time.perf_counter)
     began: float = -1
     ended: float = -1
+    # The version of the model for a prefix cache; None once the model may have changed.
+    version: int | None = None
 
     def __post_init__(self):
         ids, vocabulary = self.prompt_ids, self.options.model.config.get_text_config().vocab_size

@@ -32,6 +32,8 @@ class AveyCache(GrowingCache):
     size_names = (*GrowingCache.size_names, "chunk_size")
     recurrent_names = convolution_names = ()
     float32_names = ("sums",)
+    # package only
+    packed_names = ("embeddings",)
 
     def __init__(self, config: PreTrainedConfig, static: bool = False, max_cache_len: int | None = None):
         self.unit = config.chunk_size

@@ -38,6 +38,8 @@ class GeckoCache(CountingCache):
     convolution_names = ()
     float32_names = ("timenorm", "cema", "memory", "normalizer")
     integer_names = (*CountingCache.integer_names, "begins")
+    # package only
+    packed_names = ("memory", "keys", "values", "memory_keys")
 
     def __init__(self, config: PreTrainedConfig, static: bool = False, max_cache_len: int | None = None):
         super().__init__(config, static)

@@ -52,6 +52,8 @@ class RavenCache(GrowingCache):
 
     recurrent_names = float32_names = ("slots",)
     convolution_names = ()
+    # package only
+    packed_names = ("slots", "window_keys", "window_values", "keys", "values")
 
     def __init__(self, config: PreTrainedConfig, static: bool = False, max_cache_len: int | None = None):
         if any(spec["window_size"] is None for spec in getattr(config, "attention_specs", ())):
@@ -118,6 +120,11 @@ class RavenCache(GrowingCache):
         lengths = self.after_blocks.states.get("lengths")
         self.same_lengths = lengths is None or bool((lengths == self.get_seq_length()).all())
         return self
+
+    # package only
+    def set_padding(self, tokens: int, padding: torch.Tensor) -> None:
+        super().set_padding(tokens, padding)
+        self._compare_lengths()
 
     # package only
     def write_rows(self, rows: Sequence[int], other: "RavenCache") -> None:
