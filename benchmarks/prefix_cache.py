@@ -4,8 +4,8 @@ states; after a restart from files; with states in 8 bits; and as batches.
 
     python benchmarks/prefix_cache.py
 
-prints a table: the share of tokens that are not read, the CPU time until the first token of an answer (median), and the
-size of a state. The model has random weights.
+prints a table: the share of tokens that are not read, the CPU time until the first token of an answer (median), and
+the size of a state. The model has random weights.
 """
 
 import argparse

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from .hub.presets import PRESETS as PRESETS
     from .hub.presets import preset_config as preset_config
     from .modeling.cache import RecurrentCache as RecurrentCache
+    from .modeling.context_parallel import context_parallel_cache as context_parallel_cache
+    from .modeling.context_parallel import split_text as split_text
     from .models import *
     from .quantization.quantized import Int4Config as Int4Config
     from .quantization.quantized import Int8Config as Int8Config
@@ -49,6 +51,8 @@ _EXPORTS = {
     "QuestionAnsweringPipeline": "subquad.tools.question_answering",
     "RecurrentCache": "subquad.modeling.cache",
     "StateTuningConfig": "subquad.training.state_tuning",
+    "context_parallel_cache": "subquad.modeling.context_parallel",
+    "split_text": "subquad.modeling.context_parallel",
     "load_time_states": "subquad.states.time_states",
     "save_time_states": "subquad.states.time_states",
     "embedded_model": "subquad.hub.info",

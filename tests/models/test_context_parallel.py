@@ -6,34 +6,40 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from cases import random_ids, tiny_config, tiny_model
+from cases import random_ids, tiny_model
 from safetensors.torch import load_file, save_file
 
-from subquad import ContextParallelCache, split_text
+from subquad import context_parallel_cache, split_text
 
 
 # Imported once, and not by each process.
 mp.get_context("forkserver").set_forkserver_preload(["torch", "transformers.trainer"])
-SIZES = (2, 3)
+SIZES = (2, 4)
 # Pieces shorter than a chunk of 8, not multiples of it, and longer than two; BOS tokens are among the ids.
-LENGTHS = (3, 11, 37, 53)
+LENGTHS = (4, 11, 37, 53)
 
 
 def text(length):
     return random_ids(2, length, seed=length)
 
 
-CASES = [(length, {"num_layers": 2, **fields}) for length in LENGTHS for fields in ({}, {"bos_token_id": None})]
+CASES = [("gecko", n, {"num_layers": 2, **fields}) for n in LENGTHS for fields in ({}, {"bos_token_id": None})]
+CASES += [(name, n, {}) for n in (4, 37) for name in ("rwkv5", "rwkv6", "rwkv7")]
 
 
-def read(length, fields, **inputs):
+def make(name, fields):
+    return tiny_model(name, **fields).double().train()
+
+
+def read(model, length, **inputs):
     """The logits, the loss and the gradients of a model, by name."""
-    model = tiny_model("gecko", **fields).double().train()
     inputs = inputs or {"input_ids": text(length), "labels": text(length)}
     out = model(**inputs)
     out.loss.backward()
     return {"logits": out.logits.detach(), "loss": out.loss.detach()} | {
-        name: p.grad for name, p in model.named_parameters()
+        # A decay has none in a piece of one token without a next piece.
+        name: torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in model.named_parameters()
     }
 
 
@@ -56,35 +62,37 @@ def compare(size, group, results):
         dist.all_gather_object(pieces, logits, group=group)
         return torch.cat(pieces, 1)
 
-    for case, (length, fields) in enumerate(CASES):
-        inputs = split_text(text(length), text(length), group=group)
-        past = ContextParallelCache(tiny_config("gecko", **fields), group=group)
-        found = read(length, fields, **inputs, cache=past)
+    for case, (name, length, fields) in enumerate(CASES):
+        inputs, model = split_text(text(length), text(length), group=group), make(name, fields)
+        found = read(model, length, **inputs, cache=context_parallel_cache(model, group))
         logits = joined(found.pop("logits"))
         for x in found.values():
             dist.all_reduce(x, group=group)
         results |= {f"{size}.{case}.{name}": x for name, x in {**found, "logits": logits}.items()}
 
-    model, ids = tiny_model("gecko").eval(), split_text(text(53), group=group)["input_ids"]
-    past = ContextParallelCache(model.config, group=group)
-    with torch.no_grad():
-        logits = joined(model(ids, cache=past).logits)
-    torch.testing.assert_close(logits, model(text(53)).logits, atol=1e-4, rtol=1e-4)
+    for name in ("gecko", "rwkv7"):
+        model, ids = tiny_model(name).eval(), split_text(text(53), group=group)["input_ids"]
+        past = context_parallel_cache(model, group)
+        with torch.no_grad():
+            logits = joined(model(ids, cache=past).logits)
+        torch.testing.assert_close(logits, model(text(53)).logits, atol=1e-4, rtol=1e-4)
 
-    with pytest.raises(ValueError, match="every forward pass needs a new ContextParallelCache"):
-        model(ids, cache=past)
-    with pytest.raises(ValueError, match="every forward pass needs a new ContextParallelCache"):
-        past.reset()
-    mask = torch.ones_like(ids)
-    mask[:, 0] = 0
-    for refused in ({"attention_mask": mask}, {"position_ids": torch.zeros_like(ids)}):
-        with pytest.raises(ValueError, match="a text on several devices has no"):
-            model(ids, cache=ContextParallelCache(model.config, group=group), **refused)
-    model.train().gradient_checkpointing_enable()
-    with pytest.raises(ValueError, match="gets states from another process"):
-        model(ids, cache=ContextParallelCache(model.config, group=group))
+        with pytest.raises(ValueError, match="every forward pass needs a new cache"):
+            model(ids, cache=past)
+        with pytest.raises(ValueError, match="every forward pass needs a new cache"):
+            past.reset()
+        mask = torch.ones_like(ids)
+        mask[:, 0] = 0
+        for refused in ({"attention_mask": mask}, {"position_ids": torch.zeros_like(ids)}):
+            with pytest.raises(ValueError, match="a text on several devices has no"):
+                model(ids, cache=context_parallel_cache(model, group), **refused)
+        model.train().gradient_checkpointing_enable()
+        with pytest.raises(ValueError, match="gets states from another process"):
+            model(ids, cache=context_parallel_cache(model, group))
     with pytest.raises(ValueError, match=f"`input_ids` has 1 tokens, for {size} processes"):
         split_text(ids[:, :1], group=group)
+    with pytest.raises(ValueError, match="a AveyForCausalLM cannot read one text on several processes"):
+        context_parallel_cache(tiny_model("avey"), group)
 
 
 def test_several_processes(tmp_path):
@@ -94,8 +102,8 @@ def test_several_processes(tmp_path):
     arguments = port, tmp_path / "results.safetensors"
     mp.start_processes(work, arguments, max(SIZES), start_method="forkserver")
     found = load_file(tmp_path / "results.safetensors")
-    for case, (length, fields) in enumerate(CASES):
-        for name, x in read(length, fields).items():
+    for case, (kind, length, fields) in enumerate(CASES):
+        for name, x in read(make(kind, fields), length).items():
             tolerance = 1e-9 if name == "logits" else 1e-6  # transformers takes the loss in float32
             for size in SIZES:
                 torch.testing.assert_close(found[f"{size}.{case}.{name}"], x, atol=tolerance, rtol=tolerance)

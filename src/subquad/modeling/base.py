@@ -9,6 +9,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..hub.saving import SavedPreTrainedModel
 from .cache import RecurrentCache, accept_cache, check_cache
+
+# package only
+from .context_parallel import ContextParallelCache
 from .layers import read_tokens
 from .padding import Tokens, last_token
 from .versions import CACHE_NAMES, RecurrentModelOutput, named_cache
@@ -24,6 +27,15 @@ class RecurrentBlock(GradientCheckpointingLayer):
 
     layer_idx: int
     _checkpoint: Callable | None = None
+
+    # package only
+    def __call__(self, *inputs: Any, **options: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Lets states come from another process, and go to one."""
+        cache = inputs[-1] if inputs else None
+        if not isinstance(cache, ContextParallelCache):
+            return super().__call__(*inputs, **options)
+        cache.begin_block(inputs[0])
+        return cache.end_block(super().__call__(*inputs, **options), self.layer_idx)
 
     @property
     def _gradient_checkpointing_func(self) -> Callable:
@@ -58,6 +70,9 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
     """Base class of models with a recurrent state: checks, cache, start and end of a forward pass."""
 
     cache_class: type[RecurrentCache] = RecurrentCache
+    # The cache with which several processes read one text; None if they cannot.
+    # package only
+    context_parallel_class: type[ContextParallelCache] | None = None
     supports_gradient_checkpointing = True
     _can_compile_fullgraph = True
     # Why a CUDA graph captured for one token would be wrong for the next one; None if it is right.
@@ -160,6 +175,9 @@ class RecurrentPreTrainedModel(SavedPreTrainedModel):
         Ends the forward pass of a model that keeps nothing but recurrent states: the cache counts the tokens.
         x (batch, length, width) is the model's output.
         """
+        # package only
+        if isinstance(cache, ContextParallelCache):
+            x = cache.end_block(x, -1)
         x = self.fill_output(x, tokens, cache)
         if cache is not None:
             cache.advance(tokens)

@@ -8,5 +8,4 @@ from .architecture import *
 if TYPE_CHECKING:  # at run time the classes are imported when they are first used
     from .cache_gecko import *
     from .configuration_gecko import *
-    from .context_parallel import *
     from .modeling_gecko import *

@@ -66,9 +66,7 @@ GECKO = Architecture(
         "AutoModelForSequenceClassification": "GeckoForSequenceClassification",
     },
     exports={
-        "ContextParallelCache": "context_parallel",
         "GeckoCache": "cache_gecko",
-        "split_text": "context_parallel",
     },
     describe=describe,
     costs=costs,

@@ -99,10 +99,6 @@ class GeckoCache(CountingCache):
         """Current capacity of the keys and values in tokens."""
         return self.layers[0].states["keys"].shape[2]
 
-    def end_block(self, x: torch.Tensor, layer: int) -> torch.Tensor:
-        """Called with the output of a block, (batch, length, model_dim), once its states are set; returns it."""
-        return x
-
 
 class StaticGeckoCache(GeckoCache, StaticCache):
     """A static [`GeckoCache`], which transformers recognises as a static cache."""

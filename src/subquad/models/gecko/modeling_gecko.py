@@ -23,6 +23,9 @@ from ...modeling.tensor_parallel import local_part
 from ...modeling.versions import RecurrentModelOutput
 from .cache_gecko import GeckoCache
 from .configuration_gecko import GeckoConfig
+
+# package only
+from .context_parallel import ContextParallelGeckoCache
 from .positions_gecko import GeckoPositions, State, chunk_attention, find_bos, find_positions, working_memory
 
 
@@ -219,8 +222,7 @@ class GeckoBlock(RecurrentBlock):
         x = positions.text_first(x)
         y = x + self.mega(x, positions, state)
         x = (x if self.two_hop_residual else y) + self.nffn(y)
-        x = positions.as_given(x)
-        return x if cache is None else cache.end_block(x, self.layer_idx)
+        return positions.as_given(x)
 
 
 class GeckoPreTrainedModel(RecurrentPreTrainedModel):
@@ -228,6 +230,8 @@ class GeckoPreTrainedModel(RecurrentPreTrainedModel):
     config_class = GeckoConfig
     base_model_prefix = "model"
     cache_class = GeckoCache
+    # package only
+    context_parallel_class = ContextParallelGeckoCache
     _no_split_modules = ["GeckoBlock"]
     _input_embed_layer = "embed"
     _can_record_outputs = {"hidden_states": GeckoBlock}
@@ -334,8 +338,6 @@ class GeckoModel(GeckoPreTrainedModel):
             x = layer(x, positions, cache)
         state = NO_STATE if cache is None else cache.after_blocks
         x = positions.as_given(self.output["final_norm"](positions.text_first(x), positions, state))
-        if cache is not None:
-            x = cache.end_block(x, -1)
         return self.finish_forward(x, tokens, cache, use_cache)
 
 

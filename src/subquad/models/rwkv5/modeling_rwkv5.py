@@ -13,6 +13,9 @@ from ...decoding.generation import RecurrentGenerationMixin
 from ...modeling.arguments import checks_arguments
 from ...modeling.base import RecurrentBlock, RecurrentPreTrainedModel
 from ...modeling.cache import RecurrentCache
+
+# package only
+from ...modeling.context_parallel import ContextParallelCache
 from ...modeling.heads import CausalLMHead, SequenceClassificationHead
 from ...modeling.layers import LayerNorm, Linear, replaceable, wide_dtype, widen
 from ...modeling.padding import last_token
@@ -161,6 +164,8 @@ class Rwkv5PreTrainedModel(RecurrentPreTrainedModel):
     config: Rwkv5Config
     config_class = Rwkv5Config
     base_model_prefix = "rwkv"
+    # package only
+    context_parallel_class = ContextParallelCache
     _no_split_modules = ["Rwkv5Block"]
     _input_embed_layer = "embeddings"
     _can_record_outputs = {"hidden_states": Rwkv5Block}

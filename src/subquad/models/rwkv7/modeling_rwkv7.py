@@ -14,6 +14,9 @@ from ...decoding.generation import RecurrentGenerationMixin
 from ...modeling.arguments import checks_arguments
 from ...modeling.base import RecurrentBlock, RecurrentPreTrainedModel
 from ...modeling.cache import RecurrentCache
+
+# package only
+from ...modeling.context_parallel import ContextParallelCache
 from ...modeling.heads import CausalLMHead, SequenceClassificationHead
 from ...modeling.layers import LayerNorm, Linear, relu_squared, replaceable, wide_dtype, widen
 from ...modeling.padding import last_token
@@ -174,6 +177,8 @@ class Rwkv7PreTrainedModel(RecurrentPreTrainedModel):
     config: Rwkv7Config
     config_class = Rwkv7Config
     base_model_prefix = "rwkv7"
+    # package only
+    context_parallel_class = ContextParallelCache
     _no_split_modules = ["Rwkv7Block"]
     _input_embed_layer = "emb"
     _can_record_outputs = {"hidden_states": Rwkv7Block}
