@@ -100,12 +100,13 @@ class RecurrentGenerationMixin(StepByStepMixin):
         out = self._generate(*args, cache=cache, **kwargs)
         sequences = out if isinstance(out, torch.Tensor) else out.sequences
         if cache.batch_size == len(ids) == len(sequences):  # and not beams, or several answers
-            length, padding, real = cache.get_seq_length(), cache.padding_read().tolist(), mask.cpu() != 0
-            for row, text in enumerate(sequences[:, :length].cpu()):
+            length, texts = cache.get_seq_length(), []
+            rows = zip(sequences[:, :length].cpu(), mask.cpu() != 0, cache.padding_read().tolist(), strict=True)
+            for text, real, padding in rows:
                 # Behind the prompt, padding is only at the end.
-                text = torch.cat((text[: ids.shape[1]][real[row]], text[ids.shape[1] :]))
-                text = text[: length - padding[row]]
-                prefix_cache.put(text, cache.copy_of_row(row, len(text)), reading.version)
+                text = torch.cat((text[: ids.shape[1]][real], text[ids.shape[1] :]))
+                texts.append(text[: length - padding])
+            prefix_cache.put_rows(texts, cache, reading.version)
         return out
 
     def _generate(self, *args, cache: RecurrentCache | None = None, **kwargs):

@@ -179,16 +179,29 @@ class PrefixCache:
         Raises:
             ValueError: if `cache` has several rows, or another number of tokens than `ids`.
         """
-        key = text_key(ids)
         if cache.batch_size not in (-1, 1):
             raise ValueError(f"`cache` must hold one sequence, got {cache.batch_size}.")
         if cache.get_seq_length() != len(ids):
             raise ValueError(f"`cache` has read {cache.get_seq_length()} tokens, but `ids` has {len(ids)}.")
-        if len(ids) and not self._touch(key):
-            cache = cache.copy_of_row(0, len(ids))
-            if cache.records_past:
-                cache.crop(0)
-            self._keep({key: cache}, version)
+        self.put_rows([ids], cache, version)
+
+    def put_rows(
+        self, texts: Sequence[Sequence[int] | torch.Tensor], cache: RecurrentCache, version: int | None
+    ) -> None:
+        """
+        As [`~PrefixCache.put`] for a batch.
+
+        Args:
+            texts: for each row the ids of the tokens that the model has read, (tokens), without padding.
+            cache: the states after them.
+        """
+        states = {}
+        for row, key in enumerate(map(text_key, texts)):
+            if key and key not in states and not self._touch(key):
+                states[key] = cache.copy_of_row(row, len(key) // WIDTH)
+                if cache.records_past:
+                    states[key].crop(0)
+        self._keep(states, version)
 
     def flush(self) -> None:
         """Waits until all files have been written."""
