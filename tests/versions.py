@@ -55,6 +55,8 @@ PARTS = {
         "test_decoding_step.py",
         "test_cuda_graph.py",
         "test_prefix_cache.py",
+        "test_prefix_files.py",
+        "test_packed_states.py",
         "test_states.py",
         "test_embedded_model.py",
     ],
