@@ -21,8 +21,8 @@ import subquad
 
 
 VOCABULARY = 97
-# One id more than a text draws from. An image of the tiny VisualRWKV models has as many placeholders.
-IMAGE_ID, IMAGE_TOKENS = VOCABULARY, 5
+# One id more than a text draws from.
+IMAGE_ID = VOCABULARY
 # Where the models and their inputs are: `make gpu` says "cuda".
 DEVICE = os.environ.get("SUBQUAD_TEST_DEVICE", "cpu")
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
@@ -144,12 +144,7 @@ class Case:
         if top is None:
             return config_class(**fields)
         text = CASES[top["text_config"]].config(**fields)
-        vision = (
-            CLIPVisionConfig(**top["vision_config"])
-            if isinstance(top["vision_config"], dict)
-            else top["vision_config"]
-        )
-        return config_class(**{**top, "text_config": text, "vision_config": vision})
+        return config_class(**{**top, "text_config": text})
 
     def model(self, auto_class: str | None = None, seed: int = 0, **fields):
         """
@@ -185,38 +180,56 @@ class Case:
         ids = self.ids(rows, length, seed=seed)
         if not self.images:
             return {"input_ids": ids}
+        config = self.config()
+        shapes, size, count = config.image_shapes, config.num_image_tokens, 0
         for row in range(rows):
-            begin = (seed + row) % 3 if length > IMAGE_TOKENS + 2 else 0
-            for start in (begin, begin + IMAGE_TOKENS, begin + 2 * IMAGE_TOKENS + 3):
-                if start + IMAGE_TOKENS <= length:
-                    ids[row, start : start + IMAGE_TOKENS] = IMAGE_ID
+            begin = (seed + row) % 3 if length > size + 2 else 0
+            for start in (begin, begin + size, begin + 2 * size + 3):
+                if start + size <= length:
+                    ids[row, start : start + size] = IMAGE_ID
+                    count += 1
         draws = torch.Generator().manual_seed(seed)
-        return _with_images(ids, torch.randn(_count_images(ids), 3, 28, 28, generator=draws, device="cpu").to(DEVICE))
+        images = {name: torch.randn(count, *shape, generator=draws, device="cpu") for name, shape in shapes.items()}
+        return _with_images(ids, {name: x.to(DEVICE) for name, x in images.items()})
 
 
-# Inputs: dictionaries of what a model's `forward` takes.
+# Inputs: dictionaries of what a model's `forward` takes. Those of images have a row for each image.
+
+Images = dict[str, torch.Tensor]
 
 
-def _count_images(ids: torch.Tensor) -> int:
-    return int((ids == IMAGE_ID).sum()) // IMAGE_TOKENS
+def _image_tokens(text: dict[str, torch.Tensor]) -> int:
+    """The number of placeholders of an image in a text with images; 1 if there are none."""
+    given = next(iter(_images(text).values()), ())
+    return int((text["input_ids"] == IMAGE_ID).sum()) // len(given) if len(given) else 1
 
 
-def _with_images(ids: torch.Tensor, images: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {"input_ids": ids, **({"pixel_values": images} if len(images) else {})}
+def _with_images(ids: torch.Tensor, images: Images) -> dict[str, torch.Tensor]:
+    return {"input_ids": ids, **{name: x for name, x in images.items() if len(x)}}
+
+
+def _images(text: dict[str, torch.Tensor]) -> Images:
+    return {name: x for name, x in text.items() if name.startswith("pixel_values")}
+
+
+def _all_images(texts) -> Images:
+    """The images of all texts, one after the other."""
+    found = [images for text in texts if (images := _images(text))]
+    return {name: torch.cat([images[name] for images in found]) for name in (found[0] if found else ())}
 
 
 def _rows(text: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     """Every row alone."""
     ids = text["input_ids"]
-    counts = [_count_images(row) for row in ids]
-    images = text.get("pixel_values", torch.zeros(0)).split(counts) if sum(counts) else [torch.zeros(0)] * len(ids)
-    return [_with_images(ids[n : n + 1], images[n]) for n in range(len(ids))]
+    size = _image_tokens(text)
+    counts = [int((row == IMAGE_ID).sum()) // size for row in ids]
+    images = {name: x.split(counts) for name, x in _images(text).items()}
+    return [_with_images(ids[n : n + 1], {name: x[n] for name, x in images.items()}) for n in range(len(ids))]
 
 
 def batch(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Texts of the same length as the rows of one."""
-    images = [row["pixel_values"] for row in rows if "pixel_values" in row]
-    return _with_images(torch.cat([row["input_ids"] for row in rows]), torch.cat(images) if images else torch.zeros(0))
+    return _with_images(torch.cat([row["input_ids"] for row in rows]), _all_images(rows))
 
 
 def pick(text: dict[str, torch.Tensor], *rows: int) -> dict[str, torch.Tensor]:
@@ -227,11 +240,11 @@ def pick(text: dict[str, torch.Tensor], *rows: int) -> dict[str, torch.Tensor]:
 
 def cut(text: dict[str, torch.Tensor], start: int, stop: int | None = None) -> dict[str, torch.Tensor]:
     """The tokens from `start` to `stop`, and their images."""
-    parts = []
+    parts, size = [], _image_tokens(text)
     for row in _rows(text):
         ids = row["input_ids"]
-        first, last = _count_images(ids[:, :start]), _count_images(ids[:, :stop])
-        parts.append(_with_images(ids[:, start:stop], row.get("pixel_values", torch.zeros(0))[first:last]))
+        first, last = (int((ids[:, :end] == IMAGE_ID).sum()) // size for end in (start, stop))
+        parts.append(_with_images(ids[:, start:stop], {name: x[first:last] for name, x in _images(row).items()}))
     return batch(parts)
 
 
@@ -239,19 +252,15 @@ def join(*texts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """One text after another, row by row."""
     rows = []
     for parts in zip(*map(_rows, texts), strict=True):
-        images = [part["pixel_values"] for part in parts if "pixel_values" in part]
-        ids = torch.cat([part["input_ids"] for part in parts], 1)
-        rows.append(_with_images(ids, torch.cat(images) if images else torch.zeros(0)))
+        rows.append(_with_images(torch.cat([part["input_ids"] for part in parts], 1), _all_images(parts)))
     return batch(rows)
 
 
 def split(text: dict[str, torch.Tensor], sizes) -> list[tuple[int, int]]:
     """Start and stop of pieces of these sizes; pieces that meet inside an image become one."""
-    ids = text["input_ids"]
+    ids, size = text["input_ids"], _image_tokens(text)
     stops = list(itertools.accumulate(sizes))
-    inside = [
-        stop for stop in stops if ((ids[:, :stop] == IMAGE_ID).sum(1) % IMAGE_TOKENS).any() and stop < ids.shape[1]
-    ]
+    inside = [stop for stop in stops if ((ids[:, :stop] == IMAGE_ID).sum(1) % size).any() and stop < ids.shape[1]]
     return list(itertools.pairwise([0, *(stop for stop in stops if stop not in inside)]))
 
 
@@ -264,19 +273,19 @@ def padded(texts, side: str, value: int = 0, more: int = 0) -> dict[str, torch.T
     rows, masks = [], []
     for text in texts:
         ids = text["input_ids"]
-        places = _places(ids, width - ids.shape[1], side)
+        places = _places(ids, width - ids.shape[1], side, _image_tokens(text))
         masks.append(ids.new_zeros(1, width).index_fill(1, places, 1))
         row = torch.full_like(masks[-1], value).index_copy(1, places, ids)
-        rows.append(_with_images(row, text.get("pixel_values", torch.zeros(0))))
+        rows.append(_with_images(row, _images(text)))
     return {**batch(rows), "attention_mask": torch.cat(masks)}
 
 
-def _places(ids: torch.Tensor, gap: int, side: str) -> torch.Tensor:
-    """Where the tokens of a row are, once there are `gap` tokens of padding."""
+def _places(ids: torch.Tensor, gap: int, side: str, size: int) -> torch.Tensor:
+    """Where the tokens of a row are, once there are `gap` tokens of padding. An image has `size` placeholders."""
     length = ids.shape[1]
     # The tokens that padding may come before; the last one is the end of the text.
     before = {"left": [0], "right": [length]}.get(side) or [
-        n for n in range(length + 1) if (ids[0, :n] == IMAGE_ID).sum() % IMAGE_TOKENS == 0
+        n for n in range(length + 1) if (ids[0, :n] == IMAGE_ID).sum() % size == 0
     ]
     drawn = torch.randint(len(before), (gap,), generator=torch.Generator().manual_seed(gap), device="cpu")
     padding = torch.tensor(before, device="cpu")[drawn].bincount(minlength=length + 1)[:length].cumsum(0)
@@ -481,12 +490,53 @@ CLIP = {
     "image_size": 28,
     "patch_size": 7,
 }
+# Of the three towers. SAM's grid of 6 x 6 has padding in its windows of 4 x 4.
+TOWERS = {
+    "model_type": "visual_rwkv_towers",
+    "dino": {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 21,
+        "patch_size": 7,
+        "num_register_tokens": 2,
+        "mlp_ratio": 2,
+    },
+    "siglip": {
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "image_size": 12,
+        "patch_size": 4,
+    },
+    "sam": {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 24,
+        "patch_size": 4,
+        "mlp_dim": 24,
+        "window_size": 4,
+        "global_attn_indexes": [1],
+        "output_channels": 4,
+    },
+}
 
 
-def _visual(text: Case, **top_fields) -> Case:
+# The tower's last norm is that of CLIP's own pooled output; one bias of all keys changes nothing in a softmax.
+OF_CLIP = {"vision_config": CLIPVisionConfig(**CLIP), "dead": r"vit\..*(post_layernorm|k_proj\.bias)"}
+# The last layer of two towers is not read.
+OF_TOWERS = {
+    "vision_config": TOWERS,
+    "dead": r"vit\.(dino|siglip)\.(.*\.k_proj\.bias|.*\.layers?\.1\.|.*layernorm\.|.*mask_token|.*\.key\.bias)",
+}
+
+
+def _visual(text: Case, vision: dict = OF_CLIP, **top_fields) -> Case:
     top = {
         "text_config": text.name,
-        "vision_config": CLIPVisionConfig(**CLIP),
+        "vision_config": vision["vision_config"],
         "image_token_id": IMAGE_ID,
         "grid_size": 2,
         **top_fields,
@@ -500,8 +550,7 @@ def _visual(text: Case, **top_fields) -> Case:
         float32_states=text.float32_states,
         other_type=text.other_type,
         state_sizes=text.state_sizes,
-        # The tower's last norm is that of CLIP's own pooled output; one bias of all keys changes nothing in a softmax.
-        dead=r"vit\..*(post_layernorm|k_proj\.bias)",
+        dead=vision["dead"],
         wrong=text.wrong,
     )
 
@@ -512,7 +561,7 @@ def _variant(base: Case, name: str, **fields) -> Case:
 
 BASE = (EAGLE, FINCH, GOOSE, AVEY, RAVEN, GECKO, AVEY_B)
 # Every second block of the Finch case reads images backward.
-VISUAL = (_visual(EAGLE), _visual(FINCH))
+VISUAL = (_visual(EAGLE), _visual(FINCH), _visual(GOOSE, OF_TOWERS))
 
 WHOLE_TEXT = {"layers": [1], "num_heads": 3, "num_kv_heads": 1, "use_rope": False}
 TWO_KINDS = [{"layers": [1], "num_heads": 2, "window_size": 9, "rope_theta": 500.0}, {**WHOLE_TEXT, "layers": [2]}]

@@ -58,19 +58,46 @@ def _is_inside_another_model(tensors: Tensors) -> bool:
     return _starts(tensors, "rwkv.emb.", "rwkv.blocks.0.att.", "vit.")
 
 
+def has_goose(tensors: Tensors) -> bool:
+    """Whether the language model of a VisualRWKV is Goose."""
+    return _starts(tensors, "rwkv.") and _ends(tensors, ".att.k_k", ".att.r_k")
+
+
+# Variants with Goose that are not version 7.00.
+OTHER_GOOSE = (
+    Refusal(
+        "EmbeddingRWKV, which makes embeddings of texts",
+        lambda tensors: has_goose(tensors) and _starts(tensors, "head.retr_head."),
+    ),
+    Refusal(
+        "VisualRWKV-7.10, without a vision tower",
+        lambda tensors: has_goose(tensors) and (_starts(tensors, "vrwkv.") or _has_part(tensors, ".ffn_v.")),
+    ),
+    Refusal(
+        "VisualRWKV-7.03 or 7.04, which compress images by blocks of their own",
+        lambda tensors: has_goose(tensors) and _starts(tensors, "vtc."),
+    ),
+    Refusal(
+        "VisualRWKV-7.01 or 7.02, with the tower SigLIP alone",
+        lambda tensors: has_goose(tensors) and _has_siglip(tensors),
+    ),
+    Refusal(
+        "VisualRWKV-7 with a linear projection",
+        lambda tensors: has_goose(tensors) and "proj.weight" in tensors and _starts(tensors, "vit.dino", "vit.sam"),
+    ),
+)
+
 # Most of these files contain a supported language model, so they are tried before the formats.
 OTHER_VISUAL = (
-    Refusal(
-        "VisualRWKV-7, whose language model is RWKV-7 (Goose)",
-        lambda tensors: _starts(tensors, "rwkv.") and _ends(tensors, ".att.k_k", ".att.r_k"),
-    ),
+    *OTHER_GOOSE,
+    Refusal("VisualRWKV-7 (Goose) with other towers or without its projection", has_goose),
     Refusal(
         "VisualRWKV with the towers SigLIP, DINOv2 and SAM (6.1x, 6.2x, HD, UHD)",
         lambda tensors: _starts(tensors, "vit.siglip", "vit.dino", "vit.sam"),
     ),
     Refusal("VisualRWKV with the tower SigLIP (6.1)", _has_siglip),
     Refusal(
-        "VisualRWKV with a projection of several layers (6.1x, 6.2x, HD, UHD, 7)",
+        "VisualRWKV with a projection of several layers (6.1x, 6.2x, HD, UHD)",
         lambda tensors: _starts(tensors, "proj.") and not tensors.keys() & {"proj.weight", "proj.bias"},
     ),
     Refusal(

@@ -22,6 +22,7 @@ from . import (
     rwkv7,
     rwkv7_gguf,
     visual_rwkv,
+    visual_rwkv7,
 )
 from .adapter_files import describe_directory, describe_file, is_adapter_directory
 from .checkpoint import Checkpoint, open_checkpoint
@@ -47,6 +48,7 @@ FORMATS: tuple[Format, ...] = (
     raven.FORMAT,
     gecko.FORMAT,
     *visual_rwkv.FORMATS,
+    visual_rwkv7.FORMAT,
 )
 
 

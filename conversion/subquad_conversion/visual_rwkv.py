@@ -1,11 +1,13 @@
 """
-VisualRWKV: a CLIP vision tower (`vit.`), a projection (`proj.weight`) and Eagle or Finch with the trainer's names
-(`rwkv.`), in one file or in the authors' two; the tower may also come from a CLIP model's directory.
+VisualRWKV: vision towers (`vit.`), a projection (`proj.`) and a language model with the trainer's names (`rwkv.`), in
+one file or in the authors' two. With Eagle and Finch the tower is CLIP's and may also come from a CLIP model's
+directory.
 """
 
 import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from math import isqrt
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from . import rwkv5_trainer, rwkv6_trainer
 from .checkpoint import Checkpoint, open_checkpoint
 from .errors import ConversionError
 from .formats import (
+    Extract,
     Format,
     InferredConfig,
     Shape,
@@ -27,7 +30,6 @@ from .formats import (
     one_line,
 )
 from .other_versions import OTHER_VISUAL
-from .rwkv import RwkvFormat
 
 
 TEXT = "rwkv."
@@ -55,91 +57,109 @@ TOWER_ACTIVATION = "quick_gelu"
 PREPROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
 
+@dataclass(frozen=True)
+class InferredVision:
+    """
+    The configuration of the towers, and what [`InferredConfig`] has of them.
+
+    Attributes:
+        fields: of `vision_config`.
+        structure: those that names of tensors depend on.
+        shape_fields: those of a valid configuration, whatever `fields` does not determine.
+        places, notes: as in [`InferredConfig`].
+    """
+
+    fields: dict[str, Any]
+    structure: dict[str, Any]
+    shape_fields: dict[str, Any]
+    places: Mapping[str, tuple[str, int]]
+    notes: list[str]
+
+
 class VisualFormat(Format):
     """
-    One of the two published generations, by the format of its language model.
+    One of the published generations, by the format of its language model. A subclass has its towers.
 
     Args:
         text: the format of a language model alone.
         title: display name.
+        base: what the names of the language model's tensors begin with in that format, apart from the head.
     """
 
     model_type = "visual_rwkv"
 
-    def __init__(self, text: RwkvFormat, title: str):
+    def __init__(self, text: Format, title: str, base: str):
         self.text = text
         self.title = title
+        self.base = base
         self.name = f"visual-{text.model_type}"
 
-    def is_misused(self, name: str, value: Any, sizes: Mapping[str, Any]) -> bool:
-        return "head_size" in sizes and self.text.is_misused(name, value, sizes)
+    # --- for subclasses ---
+
+    def read_vision(self, found: Mapping[str, SourceTensor], given: Mapping[str, Any]) -> InferredVision:
+        """
+        Infers the towers from the tensors. `given` are the known fields of `vision_config`.
+
+        Raises:
+            ConversionError: if they are missing or belong to another model.
+        """
+        raise NotImplementedError
+
+    def vision_parts(self, name: str) -> Mapping[str, Extract]:
+        """As `parts`, for tensors outside the language model."""
+        raise NotImplementedError
+
+    def image_settings(self, config: PreTrainedConfig, vision_tower: Path | None) -> tuple[Any, dict[str, Any]]:
+        """The image processor, and its other settings for other towers as in `VisualRwkvProcessor`."""
+        raise NotImplementedError
 
     # --- tensors ---
 
-    def matches(self, tensors: Tensors) -> bool:
-        own = "proj.weight" in tensors or any(TOWER_NAME.fullmatch(name) for name in tensors)
-        text = {name.removeprefix(TEXT): info for name, info in tensors.items() if name.startswith(TEXT)}
-        return own and self.text.matches(text) and not any(other.matches(tensors) for other in OTHER_VISUAL)
+    def is_misused(self, name: str, value: Any, sizes: Mapping[str, Any]) -> bool:
+        return "vocab_size" in sizes and self.text.is_misused(name, value, sizes)
 
-    def rename(self, name: str) -> str:
-        if name.startswith(TEXT):
-            (ours,) = self.text.parts(name.removeprefix(TEXT))
-            return text_name(ours)
-        if name == "proj.weight":
-            return PROJECTION
-        tower = TOWER_NAME.fullmatch(name)
-        return f"{TOWER}{tower[1]}" if tower else name
+    def has_text(self, tensors: Tensors) -> bool:
+        """Whether the language model is of this generation."""
+        return self.text.matches({name.removeprefix(TEXT): x for name, x in tensors.items() if name.startswith(TEXT)})
 
-    def written_name(self, name: str) -> str:
-        tower = TOWER_NAME.fullmatch(name.removeprefix(MODEL))
-        return f"{TOWER}{tower[1]}" if tower else name
+    def text_name(self, name: str) -> str:
+        """Our name of a tensor of the language model, from its name in a causal language model."""
+        return f"{MODEL}{TEXT}{name.removeprefix(self.base)}" if name.startswith(self.base) else name
+
+    def parts(self, name: str) -> Mapping[str, Extract]:
+        if not name.startswith(TEXT):
+            return self.vision_parts(name)
+        return {self.text_name(ours): take for ours, take in self.text.parts(name.removeprefix(TEXT)).items()}
 
     def read(self, found: Mapping[str, SourceTensor], given: Mapping[str, Any]) -> InferredConfig:
-        if not any(name.startswith(TOWER) for name in found):
-            raise ConversionError(
-                "The source has no vision tower (tensors `vit.*`): give `vision_tower` (--vision-tower of `subquad "
-                "convert`), the directory of the CLIP model that it was trained with."
-            )
-        tower = lengths_of(found, TOWER_PLACES)
-        tower["image_size"] = max(isqrt(max(tower.pop("positions") - 1, 0)), 1) * tower["patch_size"]
-        tower["num_hidden_layers"] = max(count_blocks(found, LAYERS), 1)
-        width = tower["hidden_size"]
-        untold, tower_notes = _untold(width, object_in(given, "vision_config"))
-        features = found[PROJECTION].shape[1:] if PROJECTION in found else ()
-        if features and width and features != (width,):
-            raise ConversionError(
-                f"proj.weight reads {features[0]} features, the vision tower has {width} "
-                f"({TOWER_PLACES['hidden_size'][0]}): it is another model's."
-            )
-
+        vision = self.read_vision(found, object_in(given, "vision_config"))
         text_fields = object_in(given, "text_config")
         if given.get("tie_word_embeddings") is True:
             text_fields["tie_word_embeddings"] = True
         text_found = {
-            name.removeprefix(MODEL): tensor for name, tensor in found.items() if tensor.source.startswith(TEXT)
+            name.replace(f"{MODEL}{TEXT}", self.base, 1): tensor
+            for name, tensor in found.items()
+            if tensor.source.startswith(TEXT)
         }
         text = self.text.read(text_found, text_fields)
-        notes = text.notes + tower_notes
-        if "grid_size" not in given:
+        notes = text.notes + vision.notes
+        if not {"grid_size", "num_token_per_image"} & given.keys():
             notes.append("`grid_size` is not stored in the source; -1, all patches of an image, was assumed")
         text_type = {"model_type": self.text_type}
         return InferredConfig(
             {
-                "vision_config": {"model_type": "clip_vision_model", **tower, **untold},
+                "vision_config": vision.fields,
                 "text_config": text_type | text.fields,
             },
             {
-                "vision_config": {"num_hidden_layers": tower["num_hidden_layers"]},
+                "vision_config": vision.structure,
                 "text_config": text_type | text.structure,
             },
-            {f"vision_{size}": place for size, place in TOWER_PLACES.items()}
-            | {size: (text_name(name), axis) for size, (name, axis) in text.places.items()},
+            {f"vision_{size}": place for size, place in vision.places.items()}
+            | {size: (self.text_name(name), axis) for size, (name, axis) in text.places.items()},
             # The defaults need a vocabulary of the published size, and a width with as many heads.
-            shape_fields={
-                "image_token_id": 0,
-                "vision_config": tower | {"num_attention_heads": 1},
-            },
-            tied=text.tied and tuple(map(text_name, text.tied)),
+            shape_fields={"image_token_id": 0, "vision_config": vision.shape_fields},
+            tied=text.tied and tuple(map(self.text_name, text.tied)),
             notes=notes,
         )
 
@@ -211,12 +231,98 @@ class VisualFormat(Format):
     def save_processor(
         self, directory: Path, config: PreTrainedConfig, generation: GenerationConfig, vision_tower: Path | None
     ) -> None:
-        generation.eos_token_id = save_processor(directory, config, vision_tower)
+        generation.eos_token_id = self._save_processor(directory, config, vision_tower)
+
+    def _save_processor(self, directory: Path, config: PreTrainedConfig, vision_tower: Path | None) -> list[int]:
+        """
+        Makes a processor from the tokenizer in `directory` and saves it there.
+
+        Returns:
+            the ids that end an answer: the end of a document, and a blank line if that is one token.
+        """
+        # Image processors need Pillow, unlike everything else here.
+        from transformers import AutoTokenizer
+
+        from subquad import VisualRwkvProcessor
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+            image_processor, others = self.image_settings(config, vision_tower)
+            processor = VisualRwkvProcessor(
+                image_processor, tokenizer, config.num_image_tokens, other_images=others or None
+            )
+        except ConversionError:
+            raise
+        except Exception as error:  # a file may hold anything, so any part of the readers may fail
+            raise ConversionError(f"No processor can be made: {one_line(error)}") from error
+        if processor.image_token_id != config.image_token_id:
+            raise ConversionError(
+                f"The tokenizer has {processor.image_token} at the id {processor.image_token_id}, the configuration's "
+                f"`image_token_id` is {config.image_token_id}."
+            )
+        processor.save_pretrained(directory)
+        ends = {tokenizer.eos_token_id}
+        ids = tokenizer("\n\n", add_special_tokens=False)["input_ids"]
+        if len(ids) == 1 and tokenizer.decode(ids) == "\n\n":
+            ends.update(ids)
+        return sorted(ends - {None})
 
 
-def text_name(name: str) -> str:
-    """Our name of a tensor of the language model, from its name in a causal language model."""
-    return f"{MODEL}{name}" if name.startswith(TEXT) else name
+class ClipFormat(VisualFormat):
+    """With CLIP and a projection without bias: Eagle and Finch."""
+
+    def matches(self, tensors: Tensors) -> bool:
+        own = "proj.weight" in tensors or any(TOWER_NAME.fullmatch(name) for name in tensors)
+        return own and self.has_text(tensors) and not any(other.matches(tensors) for other in OTHER_VISUAL)
+
+    def vision_parts(self, name: str) -> Mapping[str, Extract]:
+        if name == "proj.weight":
+            return {PROJECTION: None}
+        tower = TOWER_NAME.fullmatch(name)
+        return {f"{TOWER}{tower[1]}" if tower else name: None}
+
+    def written_name(self, name: str) -> str:
+        tower = TOWER_NAME.fullmatch(name.removeprefix(MODEL))
+        return f"{TOWER}{tower[1]}" if tower else name
+
+    def read_vision(self, found: Mapping[str, SourceTensor], given: Mapping[str, Any]) -> InferredVision:
+        if not any(name.startswith(TOWER) for name in found):
+            raise ConversionError(
+                "The source has no vision tower (tensors `vit.*`): give `vision_tower` (--vision-tower of `subquad "
+                "convert`), the directory of the CLIP model that it was trained with."
+            )
+        tower = lengths_of(found, TOWER_PLACES)
+        tower["image_size"] = max(isqrt(max(tower.pop("positions") - 1, 0)), 1) * tower["patch_size"]
+        tower["num_hidden_layers"] = max(count_blocks(found, LAYERS), 1)
+        width = tower["hidden_size"]
+        untold, notes = _untold(width, given)
+        features = found[PROJECTION].shape[1:] if PROJECTION in found else ()
+        if features and width and features != (width,):
+            raise ConversionError(
+                f"proj.weight reads {features[0]} features, the vision tower has {width} "
+                f"({TOWER_PLACES['hidden_size'][0]}): it is another model's."
+            )
+        return InferredVision(
+            {"model_type": "clip_vision_model", **tower, **untold},
+            {"model_type": "clip_vision_model", "num_hidden_layers": tower["num_hidden_layers"]},
+            {"model_type": "clip_vision_model", **tower, "num_attention_heads": 1},
+            TOWER_PLACES,
+            notes,
+        )
+
+    def image_settings(self, config: PreTrainedConfig, vision_tower: Path | None) -> tuple[Any, dict[str, Any]]:
+        """According to a file in the tower's directory, if there is one, or else as for every CLIP."""
+        from transformers import CLIPImageProcessorPil
+
+        size = config.vision_config.image_size
+        if vision_tower and any((vision_tower / name).is_file() for name in PREPROCESSORS):
+            image_processor = CLIPImageProcessorPil.from_pretrained(vision_tower)
+        else:
+            image_processor = CLIPImageProcessorPil(size={"shortest_edge": size}, crop_size=size)
+        made = image_processor.crop_size if image_processor.do_center_crop else image_processor.size
+        if made != {"height": size, "width": size}:
+            raise ConversionError(f"{vision_tower} prepares images of {dict(made)}, its tower reads {size} x {size}.")
+        return image_processor, {}
 
 
 # --- files ---
@@ -268,49 +374,7 @@ def _untold(width: int, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[
     ]
 
 
-# --- processor ---
-
-
-def save_processor(directory: Path, config: PreTrainedConfig, vision_tower: Path | None) -> list[int]:
-    """
-    Makes a processor from the tokenizer in `directory` and saves it there. Images are prepared according to a file in
-    the tower's directory, if there is one, or else as for every CLIP.
-
-    Returns:
-        the ids that end an answer: the end of a document, and a blank line if that is one token.
-    """
-    # Image processors need Pillow, unlike everything else here.
-    from transformers import AutoTokenizer, CLIPImageProcessorPil
-
-    from subquad import VisualRwkvProcessor
-
-    size = config.vision_config.image_size
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-        if vision_tower and any((vision_tower / name).is_file() for name in PREPROCESSORS):
-            image_processor = CLIPImageProcessorPil.from_pretrained(vision_tower)
-        else:
-            image_processor = CLIPImageProcessorPil(size={"shortest_edge": size}, crop_size=size)
-        processor = VisualRwkvProcessor(image_processor, tokenizer, config.num_image_tokens)
-    except Exception as error:  # a file may hold anything, so any part of the readers may fail
-        raise ConversionError(f"No processor can be made: {one_line(error)}") from error
-    made = image_processor.crop_size if image_processor.do_center_crop else image_processor.size
-    if made != {"height": size, "width": size}:
-        raise ConversionError(f"{vision_tower} prepares images of {dict(made)}, its tower reads {size} x {size}.")
-    if processor.image_token_id != config.image_token_id:
-        raise ConversionError(
-            f"The tokenizer has {processor.image_token} at the id {processor.image_token_id}, the configuration's "
-            f"`image_token_id` is {config.image_token_id}."
-        )
-    processor.save_pretrained(directory)
-    ends = {tokenizer.eos_token_id}
-    ids = tokenizer("\n\n", add_special_tokens=False)["input_ids"]
-    if len(ids) == 1 and tokenizer.decode(ids) == "\n\n":
-        ends.update(ids)
-    return sorted(ends - {None})
-
-
 FORMATS = (
-    VisualFormat(rwkv5_trainer.FORMAT, "VisualRWKV-5.0 (CLIP and Eagle)"),
-    VisualFormat(rwkv6_trainer.FORMAT, "VisualRWKV-6.0 (CLIP and Finch)"),
+    ClipFormat(rwkv5_trainer.FORMAT, "VisualRWKV-5.0 (CLIP and Eagle)", "rwkv."),
+    ClipFormat(rwkv6_trainer.FORMAT, "VisualRWKV-6.0 (CLIP and Finch)", "rwkv."),
 )

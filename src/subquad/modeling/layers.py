@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations import use_kernel_forward_from_hub
 
-from subquad_kernels import linear
+from subquad_kernels import group_norm_gate, linear, token_shift
 
 from .padding import Tokens
 
@@ -200,6 +200,10 @@ def replaceable(*operators: Callable) -> list[Callable]:
     They stay unchanged if no mapping names them, or if `kernels` is not installed.
     """
     return [use_kernel_forward_from_hub(operator.__name__)(operator) for operator in operators]
+
+
+# Of several architectures, which one file may hold.
+group_norm_gate, token_shift = replaceable(group_norm_gate, token_shift)
 
 
 def zero_without_labels(loss: torch.Tensor, labels: torch.Tensor, ignore_index: int | None = None) -> torch.Tensor:

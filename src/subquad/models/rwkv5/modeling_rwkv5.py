@@ -7,7 +7,7 @@ from transformers import initialization as init
 from transformers.integrations import use_kernelized_func
 from transformers.utils.output_capturing import capture_outputs
 
-from subquad_kernels import group_norm_gate, token_shift, wkv, wkv_state
+from subquad_kernels import wkv, wkv_state
 
 from ...decoding.generation import RecurrentGenerationMixin
 from ...modeling.arguments import checks_arguments
@@ -17,7 +17,7 @@ from ...modeling.cache import RecurrentCache
 # package only
 from ...modeling.context_parallel import ContextParallelCache
 from ...modeling.heads import CausalLMHead, SequenceClassificationHead
-from ...modeling.layers import LayerNorm, Linear, replaceable, wide_dtype, widen
+from ...modeling.layers import LayerNorm, Linear, group_norm_gate, replaceable, token_shift, wide_dtype, widen
 from ...modeling.padding import last_token
 from ...modeling.protocols import NO_STATE, BlockCache, BlockState, CallTokens
 from ...modeling.tensor_parallel import local_part
@@ -25,7 +25,7 @@ from ...modeling.versions import RecurrentModelOutput
 from .configuration_rwkv5 import Rwkv5Config
 
 
-group_norm_gate, token_shift, wkv = replaceable(group_norm_gate, token_shift, wkv)
+(wkv,) = replaceable(wkv)
 
 
 class Rwkv5GatedNorm(nn.GroupNorm):

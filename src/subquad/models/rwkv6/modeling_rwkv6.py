@@ -9,6 +9,7 @@ from transformers import initialization as init
 
 from subquad_kernels import low_rank
 
+from ...modeling.layers import token_shift
 from ...modeling.tensor_parallel import low_rank_of_heads
 from ..rwkv5.modeling_rwkv5 import (
     Rwkv5Block,
@@ -18,7 +19,6 @@ from ..rwkv5.modeling_rwkv5 import (
     Rwkv5Model,
     Rwkv5PreTrainedModel,
     Rwkv5TimeMixing,
-    token_shift,
 )
 from .configuration_rwkv6 import Rwkv6Config
 

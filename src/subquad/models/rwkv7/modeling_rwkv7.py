@@ -8,7 +8,7 @@ from transformers import initialization as init
 from transformers.integrations import use_kernelized_func
 from transformers.utils.output_capturing import capture_outputs
 
-from subquad_kernels import delta_keys, delta_wkv, delta_wkv_state, group_norm_gate, token_shift
+from subquad_kernels import delta_keys, delta_wkv, delta_wkv_state
 
 from ...decoding.generation import RecurrentGenerationMixin
 from ...modeling.arguments import checks_arguments
@@ -18,7 +18,16 @@ from ...modeling.cache import RecurrentCache
 # package only
 from ...modeling.context_parallel import ContextParallelCache
 from ...modeling.heads import CausalLMHead, SequenceClassificationHead
-from ...modeling.layers import LayerNorm, Linear, relu_squared, replaceable, wide_dtype, widen
+from ...modeling.layers import (
+    LayerNorm,
+    Linear,
+    group_norm_gate,
+    relu_squared,
+    replaceable,
+    token_shift,
+    wide_dtype,
+    widen,
+)
 from ...modeling.padding import last_token
 from ...modeling.protocols import NO_STATE, BlockCache, BlockState, CallTokens
 from ...modeling.tensor_parallel import local_part, low_rank_of_heads
@@ -26,7 +35,7 @@ from ...modeling.versions import RecurrentModelOutput
 from .configuration_rwkv7 import Rwkv7Config
 
 
-delta_wkv, group_norm_gate, token_shift = replaceable(delta_wkv, group_norm_gate, token_shift)
+(delta_wkv,) = replaceable(delta_wkv)
 
 
 def projection(inputs: int, outputs: int, gain: float, wide: bool = False) -> Linear:

@@ -1,4 +1,4 @@
-"""VisualRWKV: images in front of Eagle (RWKV-5) and Finch (RWKV-6)."""
+"""VisualRWKV: images in front of Eagle, Finch and Goose (RWKV-5, 6 and 7)."""
 
 from typing import TYPE_CHECKING
 

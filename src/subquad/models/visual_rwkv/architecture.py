@@ -1,25 +1,34 @@
 """The descriptor of VisualRWKV."""
 
-from ..architecture import Architecture, Costs, Serving, Support
+from ..architecture import AdapterTargets, Architecture, Costs, Serving, Support
 from ..rwkv5.architecture import RWKV5
 from ..rwkv6.architecture import RWKV6
+from ..rwkv7.architecture import RWKV7
 
 
-TEXT = {architecture.model_type: architecture for architecture in (RWKV5, RWKV6)}
+TEXT = {architecture.model_type: architecture for architecture in (RWKV5, RWKV6, RWKV7)}
 # The language models behind CLIP's ViT-L/14 for images of 336 x 336: section 10.2 of "Eagle and Finch" has the first
-# two, the others were published later.
-PUBLISHED = ("eagle-1.5b", "eagle-3b", "finch-1.6b", "finch-3b", "finch-7b")
+# two, the others were published later. Goose is behind three towers.
+PUBLISHED = (
+    *("eagle-1.5b", "eagle-3b", "finch-1.6b", "finch-3b", "finch-7b"),
+    *("goose-0.1b", "goose-0.4b", "goose-1.5b"),
+)
+# Also the last parts of names in the text models but not in the towers or the projection.
+OF_ATTENTION, OF_ATT = (
+    [f"{mixer}.{name}" for name in architecture.adapter_targets.projections]
+    for mixer, architecture in (("attention", RWKV5), ("att", RWKV7))
+)
 
 
 def describe(config) -> list[str]:
-    side = config.vision_config.image_size
+    sides = " and ".join(f"{side} x {side}" for side in dict.fromkeys(shape[1] for shape in config.image_shapes.values()))
     text = TEXT[config.text_config.model_type].describe(config.text_config)
-    return [*text, f"images of {side} x {side} in {config.num_image_tokens} tokens"]
+    return [*text, f"images of {sides} in {config.num_image_tokens} tokens"]
 
 
 def costs(config, parameters: int) -> Costs:
     """
-    State and FLOPs of the language model for a token of the text. The tower and the projection, which only process
+    State and FLOPs of the language model for a token of the text. The towers and the projection, which only process
     images, count only as parameters.
     """
     text = TEXT[config.text_config.model_type]
@@ -30,7 +39,7 @@ VISUAL_RWKV = Architecture(
     model_type="visual_rwkv",
     folder="visual_rwkv",
     title="VisualRWKV",
-    summary="a CLIP vision tower in front of Eagle or Finch",
+    summary="CLIP's vision tower in front of Eagle or Finch, or three towers in front of Goose",
     config="VisualRwkvConfig",
     heads={
         "AutoModel": "VisualRwkvModel",
@@ -40,8 +49,15 @@ VISUAL_RWKV = Architecture(
     processor="VisualRwkvProcessor",
     describe=describe,
     costs=costs,
-    adapter_targets=RWKV5.adapter_targets,  # of the text model; the tower has no modules of these names
-    recipe=RWKV5.recipe,  # section 10.2 has none of its own; the tower is frozen
+    adapter_targets=AdapterTargets(
+        projections=[*OF_ATTENTION, "feed_forward.key", "feed_forward.receptance", "feed_forward.value"]
+        + [*OF_ATT, "ffn.key", "ffn.value"],
+        **{
+            name: list(dict.fromkeys(getattr(RWKV5.adapter_targets, name) + getattr(RWKV7.adapter_targets, name)))
+            for name in ("scaled", "feed_forward", "norms")
+        },
+    ),
+    recipe=RWKV5.recipe,  # section 10.2 has none of its own; the towers are frozen
     vllm=Serving(refusal="this plug-in has no processor of images for it"),
     support=Support(
         checkpoints="`.pth` of the trainer",
@@ -58,7 +74,7 @@ VISUAL_RWKV = Architecture(
         distributed="not tested",
         quantization="not tested",
     ),
-    float_layers=("vit", "proj"),  # the frozen tower, and the projection of its output
+    float_layers=("vit", "proj"),  # the frozen towers, and the projection of their output
     presets={
         f"visual-{name}": {"text_config": {"model_type": model_type, **text.presets[name]}}
         for model_type, text in TEXT.items()

@@ -1,4 +1,4 @@
-"""Processor of VisualRWKV: CLIP's image processor and the World tokenizer."""
+"""Processor of VisualRWKV: an image processor like CLIP's, and the World tokenizer."""
 
 import os
 
@@ -63,6 +63,17 @@ CHAT_TEMPLATE = r"""
 """.strip()
 
 
+# The models with three towers were trained with all images of a turn at its beginning.
+LINES = r"""    {%- for line in turn.given.split('\n') -%}"""
+IMAGES_FIRST = r"""
+    {%- if not answer -%}
+        {%- set pieces = turn.given.split('<image>') -%}
+        {%- set turn.given = '<image>\n' * (pieces | length - 1) ~ pieces | join -%}
+    {%- endif -%}
+""".strip("\n")
+CHAT_TEMPLATES = {False: CHAT_TEMPLATE, True: CHAT_TEMPLATE.replace(LINES, f"{IMAGES_FIRST}\n{LINES}")}
+
+
 def _in_8_bits(images):
     """Converts images of 16 bits to 8 bits. The path of an 8-bit image stays a path."""
     if isinstance(images, list | tuple):
@@ -83,11 +94,14 @@ class VisualRwkvProcessor(SavedProcessor):
     `apply_chat_template` makes them from a conversation, whose messages have parts of type "image" and "text".
 
     Args:
-        image_processor: a `CLIPImageProcessor` for the tower's image size.
+        image_processor: a `CLIPImageProcessor` for the image size of the tower, or of the first one.
         tokenizer: a [`RwkvWorldTokenizerFast`], or another. `image_token` is added to it if it is missing.
         image_seq_length: number of placeholders of an image, the model's `config.num_image_tokens`.
-        chat_template: by default the published models' template, `User: <image>` and a line with the question.
+        chat_template: by default the published models' template, `User: <image>` and a line with the question. With
+            three towers, all images of a message come before its text.
         image_token: the placeholder of an image in a text.
+        other_images: settings of the image processor that are different for the images of other towers, by the name
+            of the model's argument: `{"pixel_values_sam": {"size": ...}, ...}`.
     """
 
     def __init__(
@@ -95,8 +109,9 @@ class VisualRwkvProcessor(SavedProcessor):
         image_processor=None,
         tokenizer=None,
         image_seq_length: int = 577,
-        chat_template: str | None = CHAT_TEMPLATE,
+        chat_template: str | None = None,
         image_token: str = "<image>",
+        other_images: dict[str, dict] | None = None,
         **kwargs,
     ):
         refuse_unknown(kwargs, parameter_names(type(self).__init__), f"{type(self).__name__}()")
@@ -104,6 +119,9 @@ class VisualRwkvProcessor(SavedProcessor):
             raise ValueError(f"`image_seq_length` must be at least 1, got {image_seq_length}.")
         self.image_seq_length = image_seq_length
         self.image_token = image_token
+        self.other_images = other_images or {}
+        if chat_template is None:
+            chat_template = CHAT_TEMPLATES[bool(self.other_images)]
         tokenizer.add_special_tokens({"extra_special_tokens": [image_token]}, replace_extra_special_tokens=False)
         self.image_token_id = tokenizer.convert_tokens_to_ids(image_token)
         # Both save their template to the same file.
@@ -128,6 +146,18 @@ class VisualRwkvProcessor(SavedProcessor):
         if text is not None and given != places:
             raise ValueError(f"`text` has {places} {self.image_token} for {given} `images`.")
         super().validate_inputs(images=images, text=text, **kwargs)
+
+    @property
+    def model_input_names(self) -> list[str]:
+        """Names of the model's arguments that the processor makes."""
+        return [*super().model_input_names, *self.other_images]
+
+    def _process_images(self, images, **kwargs):
+        """As in transformers, and for the other towers."""
+        processed, replacements = super()._process_images(images, **kwargs)
+        for name, settings in self.other_images.items():
+            processed[name] = self.image_processor(images, **{**kwargs, **settings})["pixel_values"]
+        return processed, replacements
 
     def replace_image_token(self, image_inputs: dict, image_idx: int, **kwargs) -> str:
         """The placeholders of an image."""
