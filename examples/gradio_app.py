@@ -177,13 +177,13 @@ class Demo:
         session = conversation.before(turns, self.model)
         after = self.turns.after(session.turns, session.rest, session.ended)
         inputs = self.turns.encode(message, images, after, system.strip() or None)
-        more = {"pixel_values": inputs["pixel_values"].to(self.model.device)} if "pixel_values" in inputs else {}
+        ids = inputs.pop("input_ids")[0].tolist()
+        more = {name: x.to(self.model.device) for name, x in inputs.items()}
 
         def finish(new: list[int]) -> None:
             session.end_answer(self.tokenizer, new, self.turns.end)
             conversation.keep(turns + 1, session)
 
-        ids = inputs["input_ids"][0].tolist()
         yield from self._stream(session, ids, sampling, self.turns.opening, self.turns.end, finish, **more)
 
     def _check_length(self, *texts: str) -> None:

@@ -184,7 +184,7 @@ class Case:
         shapes, size, count = config.image_shapes, config.num_image_tokens, 0
         for row in range(rows):
             begin = (seed + row) % 3 if length > size + 2 else 0
-            for start in (begin, begin + size, begin + 2 * size + 3):
+            for start in (begin, begin + size, begin + 13):
                 if start + size <= length:
                     ids[row, start : start + size] = IMAGE_ID
                     count += 1

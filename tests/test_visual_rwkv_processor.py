@@ -6,9 +6,10 @@ import re
 import numpy as np
 import pytest
 import torch
+from cases import RWKV
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedTokenizerFast, pipeline
-from visual_cases import each_generation, make_processor, save_visual
+from visual_cases import make_processor, save_visual
 
 from subquad import VisualRwkvForConditionalGeneration, VisualRwkvProcessor
 from subquad.hub import export as hub
@@ -80,6 +81,18 @@ def test_the_layouts_of_training(parts, prompt):
     assert text == f"{prompt} A house.\n\nUser: Why?\n\nAssistant:"
 
 
+@pytest.mark.fast
+def test_images_come_first_with_three_towers():
+    processor = make_processor(towers=True)
+    for parts in ([IMAGE, IMAGE, TEXT], [TEXT, IMAGE, IMAGE], [IMAGE, TEXT, IMAGE], f"{QUESTION}\n\n<image> <image>"):
+        messages = [{"role": "user", "content": parts}]
+        text = processor.apply_chat_template(messages, add_generation_prompt=True)
+        assert text == f"User: <image>\n<image>\n{QUESTION}\n\nAssistant:"
+    messages += [{"role": "assistant", "content": "A\n\nB"}, {"role": "user", "content": [TEXT]}]
+    text = processor.apply_chat_template(messages, add_generation_prompt=True)
+    assert text.endswith(f"\n\nAssistant: A\n\nB\n\nUser: {QUESTION}\n\nAssistant:")
+
+
 def test_answers_that_are_continued_or_trained_on():
     processor = make_processor()
     text = {"role": "user", "content": [TEXT]}
@@ -125,12 +138,13 @@ def test_errors(tmp_path):
         make_processor(image_seq_length=0)
 
 
-@each_generation
+@pytest.mark.parametrize("generation", [*RWKV, "rwkv7"])
 def test_a_directory_answers(generation, tmp_path):
     model, processor = save_visual(tmp_path, generation)
     pipe = pipeline("image-text-to-text", str(tmp_path), device="cpu")
     assert type(pipe.model) is VisualRwkvForConditionalGeneration and type(pipe.processor) is VisualRwkvProcessor
-    assert type(pipe.tokenizer) is ByteTokenizer and pipe.processor.image_seq_length == 17
+    assert type(pipe.tokenizer) is ByteTokenizer
+    assert pipe.processor.image_seq_length == model.config.num_image_tokens == (9 if generation == "rwkv7" else 17)
     chat = [{"role": "user", "content": [IMAGE, TEXT]}]
     options = {"max_new_tokens": 6, "do_sample": False}
     inputs = processor.apply_chat_template(
@@ -143,9 +157,8 @@ def test_a_directory_answers(generation, tmp_path):
     prompt = processor.apply_chat_template(chat, add_generation_prompt=True)
     (result,) = pipe(images=IMAGE["image"], text=prompt, generate_kwargs=options)
     assert result["generated_text"] == prompt + answer
-    other = Image.new("RGB", (40, 30), (0, 90, 250))
-    (result,) = pipe(images=other, text=prompt, generate_kwargs=options)
-    assert result["generated_text"] != prompt + answer
+    other = processor(images=Image.effect_noise((40, 30), 250), text=prompt, return_tensors="pt")
+    assert (model(**other).logits[:, -1] - model(**inputs).logits[:, -1]).abs().max() > 0.01
     (result,) = pipe(text="User: A\n\nAssistant:", generate_kwargs=options)
     assert result["generated_text"].startswith("User: A\n\nAssistant:")
 

@@ -141,6 +141,9 @@ PLACES = {
         "output_channels": (f"{SAM_TOWER}neck.conv1.weight", 0),
     },
 }
+# The features of each tower, and the number of its patches that become one.
+WIDTHS = {"dino": "hidden_size", "siglip": "hidden_size", "sam": "output_channels"}
+PATCHES = {"dino": 1, "siglip": 1, "sam": 4}
 TYPES = {"dino": "dinov2_with_registers", "siglip": "siglip_vision_model", "sam": "sam_vision_model"}
 TITLES = {"dino": "DINOv2", "siglip": "SigLIP", "sam": "SAM"}
 LAYERS = {
@@ -199,7 +202,7 @@ class TowersFormat(VisualFormat):
         dino["mlp_ratio"] = dino.pop("intermediate_size") // max(dino["hidden_size"], 1)
         sam["num_attention_heads"] = sam["hidden_size"] // max(sam.pop("head_size"), 1)
         sam |= _windows(found, sam["num_hidden_layers"], sam.pop("side"))
-        self._check_widths(found, dino["hidden_size"], siglip["hidden_size"], sam["output_channels"])
+        self._check_widths(found, sizes)
 
         untold, notes = {}, []
         for name in ("dino", "siglip"):
@@ -229,13 +232,16 @@ class TowersFormat(VisualFormat):
         )
 
     @staticmethod
-    def _check_widths(found: Mapping[str, SourceTensor], dino: int, siglip: int, sam: int) -> None:
+    def _check_widths(found: Mapping[str, SourceTensor], sizes: Mapping[str, Mapping[str, Any]]) -> None:
+        widths = [(name, PLACES[name][size][0], sizes[name][size]) for name, size in WIDTHS.items()]
         features = found[GATE].shape[1:] if GATE in found else ()
-        width = dino + siglip + 4 * sam
-        if features and dino and siglip and sam and features != (width,):
+        if not features or not all(width for _, _, width in widths):
+            return  # the list of faults is more helpful
+        if features != (sum(width * PATCHES[name] for name, _, width in widths),):
+            shown = ", ".join(f"{found[place].source} has {width} x {PATCHES[name]}" for name, place, width in widths)
             raise ConversionError(
-                f"proj.gate.weight reads {features[0]} features, the vision towers have {width} (DINOv2 {dino}, "
-                f"SigLIP {siglip}, SAM 4 x {sam}): they are another model's."
+                f"proj.gate.weight reads {features[0]} features of a patch, but of the vision towers {shown}: they are "
+                "another model's."
             )
 
     def image_settings(self, config: PreTrainedConfig, vision_tower: Path | None) -> tuple[Any, dict[str, Any]]:

@@ -60,7 +60,7 @@ class ChatFormat:
             system: the beginning of the conversation.
 
         Returns:
-            `input_ids` (1, tokens), and `pixel_values` if there are images.
+            `input_ids` (1, tokens), and the model's arguments for images if there are any.
         """
         content = [*({"type": "image", "path": file} for file in images), {"type": "text", "text": question}]
         message = {"role": "user", "content": content if images else question}
@@ -76,7 +76,7 @@ class ChatFormat:
         if not images:
             return {"input_ids": self.tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]}
         inputs = self.reader(text=[text], images=[images], add_special_tokens=False, return_tensors="pt")
-        return {name: inputs[name] for name in ("input_ids", "pixel_values") if name in inputs}
+        return {name: x for name, x in inputs.items() if name != "attention_mask"}
 
     def shown(self, answer: str) -> str:
         """The answer without the end of an empty thought."""

@@ -208,9 +208,8 @@ class Chat:
         with reading(self.args.model, "the message"):
             after = self.turns.after(session.turns, session.rest, session.ended)
             inputs = self.turns.encode(message, self.images, after, self.args.system)
-        ids, options = inputs["input_ids"][0].tolist(), dict(self.options)
-        if "pixel_values" in inputs:
-            options["pixel_values"] = inputs["pixel_values"].to(self.model.device)
+        ids = inputs.pop("input_ids")[0].tolist()
+        options = self.options | {name: x.to(self.model.device) for name, x in inputs.items()}
         self.conversation.remember()
         tokenizer, stop = self.turns.tokenizer, threading.Event()
         streamer = AnswerStreamer(tokenizer, self.turns, sys.stdout.isatty())

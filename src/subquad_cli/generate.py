@@ -166,7 +166,7 @@ def run(args: Namespace) -> None:
     if args.image:
         if "pixel_values" not in inputs:
             raise UsageError(f"the processor of {args.model} does not read images; leave out --image.")
-        options["pixel_values"] = inputs["pixel_values"].to(device)
+        options |= {name: x.to(device) for name, x in inputs.items() if name.startswith("pixel_values")}
     if args.seed is not None:
         torch.manual_seed(args.seed)
     if end:

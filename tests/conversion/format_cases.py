@@ -14,7 +14,16 @@ import pytest
 import rwkv7_files
 import torch
 import transformers
-from rwkv_files import fla_tensors, gguf_tensors, hub_tensors, tower, trainer_tensors, visual_tensors, web_tensors
+from rwkv_files import (
+    fla_tensors,
+    gguf_tensors,
+    hub_tensors,
+    tower,
+    tower_tensors,
+    trainer_tensors,
+    visual_tensors,
+    web_tensors,
+)
 from safetensors.torch import save_file
 
 import subquad
@@ -28,7 +37,7 @@ from subquad import (
     RavenConfig,
     RavenForCausalLM,
 )
-from subquad_conversion import rwkv6_fla, rwkv6_gguf, rwkv7_gguf
+from subquad_conversion import rwkv6_fla, rwkv6_gguf, rwkv7_gguf, visual_rwkv7
 from subquad_conversion.formats import Format
 
 
@@ -360,6 +369,84 @@ GOOSE_CASES = (
     ),
 )
 
+
+def visual_goose() -> tuple[Tensors, Tensors]:
+    theirs, ours = tower_tensors()
+    text = rwkv7_files.trainer_tensors(**GOOSE)
+    source = {f"rwkv.{name}": x for name, x in text.items()} | theirs
+    written = {name if name == "head.weight" else f"model.rwkv.{name}": x for name, x in text.items()} | ours
+    generator = torch.Generator().manual_seed(5)
+    for name, shape in (("o_proj.weight", (12, 96)), ("ln_v.weight", (12,)), ("ln_v.bias", (12,))):
+        source[f"proj.{name}"] = written[f"model.proj.{name}"] = torch.randn(shape, generator=generator)
+    return source, written
+
+
+VISUAL_GOOSE_CASE = Case(
+    "visual-rwkv7",
+    "visual_rwkv",
+    visual_goose,
+    ("rwkv.blocks.", 1),
+    "rwkv.emb.weight",
+    "rwkv.head.weight",
+    {
+        "vision_config": {
+            "model_type": "visual_rwkv_towers",
+            "dino": {
+                "model_type": "dinov2_with_registers",
+                "hidden_size": 32,
+                "num_channels": 3,
+                "patch_size": 7,
+                "num_register_tokens": 2,
+                "num_hidden_layers": 2,
+                "image_size": 14,
+                "mlp_ratio": 2,
+            },
+            "siglip": {
+                "model_type": "siglip_vision_model",
+                "hidden_size": 48,
+                "num_channels": 3,
+                "patch_size": 4,
+                "intermediate_size": 40,
+                "num_hidden_layers": 2,
+                "image_size": 8,
+            },
+            "sam": {
+                "model_type": "sam_vision_model",
+                "hidden_size": 24,
+                "num_channels": 3,
+                "patch_size": 4,
+                "mlp_dim": 36,
+                "output_channels": 4,
+                "num_hidden_layers": 2,
+                "image_size": 16,
+                "num_attention_heads": 2,
+                "window_size": 3,
+                "global_attn_indexes": [1],
+            },
+        },
+        "text_config": {
+            "model_type": "rwkv7",
+            "vocab_size": 20,
+            "hidden_size": 12,
+            "num_heads": 3,
+            "head_dim": 4,
+            "intermediate_size": 16,
+            "num_hidden_layers": 2,
+            **GOOSE_RANKS,
+        },
+    },
+    "VisualRWKV-7.00 (DINOv2, SigLIP, SAM and Goose): 2 layers of 12, 3 heads of 4, images of 14 x 14 and 8 x 8 and "
+    "16 x 16 in 4 tokens, vocabulary 20.",
+    fields={
+        "image_token_id": 19,
+        "vision_config": {"dino": {"num_attention_heads": 2}, "siglip": {"num_attention_heads": 3}},
+    },
+    text="text_config",
+    buffers={f"rwkv.{name}": torch.zeros(2, 2) for name in rwkv7_files.UNUSED}
+    | {f"vit.siglip_featurizer.attn_pool.{name}": torch.zeros(2, 2) for name in ("latent", "mlp.fc1.weight")},
+    first_part=lambda name: next(iter(visual_rwkv7.FORMAT.parts(name))),
+)
+
 # --- Avey, Avey-B ---
 
 AVEY = {"vocab_size": 30, "d_embed": 8, "n_blocks": 2, "chunk_size": 4, "k": 2, "expansion_factor": 2}
@@ -514,6 +601,7 @@ CASES = {
         first_part=lambda name: next(iter(rwkv6_gguf.FORMAT.parts(name))),
     ),
     **{case.format: case for case in GOOSE_CASES},
+    "visual-rwkv7": VISUAL_GOOSE_CASE,
     "avey": Case(
         "avey",
         "avey",

@@ -199,6 +199,90 @@ def visual_tensors(model_type: str, vision: CLIPVisionModel, **sizes) -> dict[st
     return {name: tensor.to(dtype) for name, tensor in tensors.items()}
 
 
+def tower_tensors(seed: int = 3) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """
+    Small towers of VisualRWKV-7 and its gate, under the names of their trainer and under ours. DINOv2 has a width of
+    32 for images of 14 x 14, SigLIP of 48 for 8 x 8, and SAM of 24 for 16 x 16.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    theirs, ours = {}, {}
+
+    def add(name: str, our_name: str, *shape: int) -> torch.Tensor:
+        x = theirs[name] = torch.randn(shape, generator=generator) / 4
+        if our_name:
+            ours[our_name] = x
+        return x
+
+    def linear(name: str, our_name: str, rows: int, columns: int) -> None:
+        add(f"{name}.weight", f"{our_name}.weight", rows, columns)
+        add(f"{name}.bias", f"{our_name}.bias", rows)
+
+    def norm(name: str, our_name: str, width: int) -> None:
+        for part in ("weight", "bias"):
+            add(f"{name}.{part}", f"{our_name}.{part}", width)
+
+    def attention(name: str, our_names: list[str], width: int) -> None:
+        for part, shape in (("weight", (3 * width, width)), ("bias", (3 * width,))):
+            x = add(f"{name}.{part}", "", *shape)
+            for i, our_name in enumerate(our_names):
+                ours[f"{our_name}.{part}"] = x[i * width : (i + 1) * width].clone()
+
+    def patches(name: str, our_name: str, width: int, size: int) -> None:
+        add(f"{name}.weight", f"{our_name}.weight", width, 3, size, size)
+        add(f"{name}.bias", f"{our_name}.bias", width)
+
+    dino, model = "vit.dino_featurizer.", "model.vit.dino."
+    add(f"{dino}cls_token", f"{model}embeddings.cls_token", 1, 1, 32)
+    add(f"{dino}reg_token", f"{model}embeddings.register_tokens", 1, 2, 32)
+    positions = add(f"{dino}pos_embed", "", 1, 4, 32)
+    ours[f"{model}embeddings.position_embeddings"] = torch.cat((torch.zeros(1, 1, 32), positions), 1)
+    patches(f"{dino}patch_embed.proj", f"{model}embeddings.patch_embeddings.projection", 32, 7)
+    for i in range(2):
+        block, layer = f"{dino}blocks.{i}.", f"{model}encoder.layer.{i}."
+        norm(f"{block}norm1", f"{layer}norm1", 32)
+        attention(f"{block}attn.qkv", [f"{layer}attention.attention.{x}" for x in ("query", "key", "value")], 32)
+        linear(f"{block}attn.proj", f"{layer}attention.output.dense", 32, 32)
+        norm(f"{block}norm2", f"{layer}norm2", 32)
+        linear(f"{block}mlp.fc1", f"{layer}mlp.fc1", 64, 32)
+        linear(f"{block}mlp.fc2", f"{layer}mlp.fc2", 32, 64)
+        for n in (1, 2):
+            add(f"{block}ls{n}.gamma", f"{layer}layer_scale{n}.lambda1", 32)
+    norm(f"{dino}norm", f"{model}layernorm", 32)
+
+    siglip, model = "vit.siglip_featurizer.", "model.vit.siglip."
+    ours[f"{model}embeddings.position_embedding.weight"] = add(f"{siglip}pos_embed", "", 1, 4, 48)[0].clone()
+    patches(f"{siglip}patch_embed.proj", f"{model}embeddings.patch_embedding", 48, 4)
+    for i in range(2):
+        block, layer = f"{siglip}blocks.{i}.", f"{model}encoder.layers.{i}."
+        norm(f"{block}norm1", f"{layer}layer_norm1", 48)
+        attention(f"{block}attn.qkv", [f"{layer}self_attn.{x}_proj" for x in "qkv"], 48)
+        linear(f"{block}attn.proj", f"{layer}self_attn.out_proj", 48, 48)
+        norm(f"{block}norm2", f"{layer}layer_norm2", 48)
+        linear(f"{block}mlp.fc1", f"{layer}mlp.fc1", 40, 48)
+        linear(f"{block}mlp.fc2", f"{layer}mlp.fc2", 48, 40)
+    norm(f"{siglip}norm", f"{model}post_layernorm", 48)
+
+    sam, model = "vit.sam_featurizer.", "model.vit.sam.vision_encoder."
+    add(f"{sam}pos_embed", f"{model}pos_embed", 1, 4, 4, 24)
+    patches(f"{sam}patch_embed.proj", f"{model}patch_embed.projection", 24, 4)
+    for i, positions in enumerate((5, 7)):  # windows of 3 x 3, and the whole image
+        block, layer = f"{sam}blocks.{i}.", f"{model}layers.{i}."
+        norm(f"{block}norm1", f"{layer}layer_norm1", 24)
+        for axis in "hw":
+            add(f"{block}attn.rel_pos_{axis}", f"{layer}attn.rel_pos_{axis}", positions, 12)
+        linear(f"{block}attn.qkv", f"{layer}attn.qkv", 72, 24)
+        linear(f"{block}attn.proj", f"{layer}attn.proj", 24, 24)
+        norm(f"{block}norm2", f"{layer}layer_norm2", 24)
+        linear(f"{block}mlp.lin1", f"{layer}mlp.lin1", 36, 24)
+        linear(f"{block}mlp.lin2", f"{layer}mlp.lin2", 24, 36)
+    add(f"{sam}neck.0.weight", f"{model}neck.conv1.weight", 4, 24, 1, 1)
+    norm(f"{sam}neck.1", f"{model}neck.layer_norm1", 4)
+    add(f"{sam}neck.2.weight", f"{model}neck.conv2.weight", 4, 4, 3, 3)
+    norm(f"{sam}neck.3", f"{model}neck.layer_norm2", 4)
+    add("proj.gate.weight", "model.proj.gate.weight", 96, 96)
+    return theirs, ours
+
+
 def reference_logits(
     tensors: dict[str, torch.Tensor], model_type: str, ids: list[int], head_size_divisor: int
 ) -> torch.Tensor:

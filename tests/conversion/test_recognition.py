@@ -160,7 +160,7 @@ def visual():
             r"a hybrid of RWKV-7 \(Goose\) and softmax attention",
         ),
         (goose_in_another_model, r"RWKV-7 \(Goose\) in the layers of another model"),
-        (visual_goose, "VisualRWKV-7"),
+        (visual_goose, r"VisualRWKV-7 \(Goose\) with other towers or without its projection"),
         (visual, r"VisualRWKV \(names carry a `rwkv\.` or `vit\.` prefix\)"),
         (lambda: {"model.layers.0.self_attn.q_proj.weight": torch.zeros(4, 4)}, "no format that is known"),
     ],

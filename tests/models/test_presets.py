@@ -79,3 +79,19 @@ def test_sizes_of_visual_rwkv(text):
     expected = tower + d * text_config.hidden_size + count(text_config)
     assert count(config, AutoModelForImageTextToText) == expected
     assert config.num_image_tokens == 577 and config.vision_config.image_size == 336
+
+
+# Of the published files: the numbers of parameters with all tensors that something reads or not, except Goose's first
+# `v0`, `v1` and `v2`.
+@pytest.mark.parametrize(
+    ("text", "parameters"),
+    [("goose-0.1b", 1_025_987_520), ("goose-0.4b", 1_286_540_480), ("goose-1.5b", 2_366_456_000)],
+)
+def test_sizes_with_three_towers(text, parameters):
+    config = subquad.preset_config(f"visual-{text}")
+    w, mlp = 1152, 4304
+    # SigLIP's attention and MLP for a pooled output are only in the files; DINOv2's position of the class token and
+    # token for hidden patches are only here.
+    pooling = w + 4 * (w * w + w) + 2 * w + 2 * w * mlp + mlp + w
+    assert count(config, AutoModelForImageTextToText) + pooling - 2 * 1024 == parameters
+    assert config.num_image_tokens == 1024 and describe(f"visual-{text}").parameters == parameters - pooling + 2048

@@ -29,7 +29,7 @@ from .step import DecodingStep, StepByStepMixin, make_step
 ASSISTED = ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens")
 # Arguments of `generate` that exclude a prefix cache. Assisted decoding reads the whole text into the cache that it is
 # given.
-NOT_WITH_PREFIXES = ("inputs_embeds", "pixel_values", "cache", "cache_implementation", *ASSISTED)
+NOT_WITH_PREFIXES = ("inputs_embeds", "pixel_values", "image_features", "cache", "cache_implementation", *ASSISTED)
 
 
 class RecurrentGenerationMixin(StepByStepMixin):

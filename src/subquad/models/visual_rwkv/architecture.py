@@ -21,7 +21,9 @@ OF_ATTENTION, OF_ATT = (
 
 
 def describe(config) -> list[str]:
-    sides = " and ".join(f"{side} x {side}" for side in dict.fromkeys(shape[1] for shape in config.image_shapes.values()))
+    sides = " and ".join(
+        f"{side} x {side}" for side in dict.fromkeys(shape[1] for shape in config.image_shapes.values())
+    )
     text = TEXT[config.text_config.model_type].describe(config.text_config)
     return [*text, f"images of {sides} in {config.num_image_tokens} tokens"]
 

@@ -125,12 +125,14 @@ class VisualRwkvTowersConfig(CheckedConfig):
                     f"`vision_config.siglip`: `{name}` must be {value!r}, got {getattr(self.siglip, name)!r}."
                 )
         if self.dino.num_hidden_layers < 2 or self.siglip.num_hidden_layers < 2:
-            raise ValueError("`vision_config`: features are the output of the last layer but one; a tower has only one.")
+            raise ValueError(
+                "`vision_config`: features are the output of the last layer but one; a tower has only one."
+            )
         sides = [tower.image_size // tower.patch_size for tower in (self.dino, self.siglip, self.sam)]
         if not sides[0] == sides[1] == sides[2] / 2:
             raise ValueError(
-                f"`vision_config`: DINOv2, SigLIP and SAM have {', '.join(map(str, sides))} patches per side; the first "
-                "two must be equal, and the third twice as many."
+                f"`vision_config`: DINOv2, SigLIP and SAM have {', '.join(map(str, sides))} patches per side; the "
+                "first two must be equal, and the third twice as many."
             )
 
 

@@ -91,7 +91,7 @@ class VisualRwkvGatedProjection(nn.Module):
         grid, side = self.config.grid_size, self.config.patches_per_side
         if grid in (-1, side):
             return x
-        return F.adaptive_avg_pool2d(x.mT.unflatten(2, (side, side)), grid).flatten(2).mT
+        return F.adaptive_avg_pool2d(torch.unflatten(x.mT, 2, (side, side)), grid).flatten(2).mT
 
 
 class VisualRwkvTowers(PreTrainedModel):
@@ -215,7 +215,7 @@ class VisualRwkvPreTrainedModel(RecurrentPreTrainedModel):
 
 
 class VisualRwkvModel(VisualRwkvPreTrainedModel):
-    """The vision towers (`vit`), the projection (`proj`) and the blocks of a language model (`rwkv`), without a head."""
+    """The vision towers (`vit`), the projection (`proj`) and a language model's blocks (`rwkv`), without a head."""
 
     def __init__(self, config: VisualRwkvConfig):
         super().__init__(config)
