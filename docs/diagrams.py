@@ -121,13 +121,13 @@ DIAGRAMS = {
     ),
     "visual_rwkv": Diagram(
         "VisualRWKV",
-        "A vision tower turns an image into patches, a projection into embeddings, and Eagle or Finch reads them "
+        "Vision towers turn an image into patches, a projection into embeddings, and Eagle, Finch or Goose reads them "
         "together with the text.",
         _rows(
             [("image",), ("text with <image>",)],
-            [("CLIP vision tower", "a feature for each patch"), ("tokenizer", "ids")],
+            [("vision towers", "features of each patch"), ("tokenizer", "ids")],
             [("projection", "to the model's width"), ("embedding",)],
-            [("Eagle or Finch", "a state of constant size", True)],
+            [("Eagle, Finch or Goose", "a state of constant size", True)],
             [("answer",)],
         ),
         residual=False,

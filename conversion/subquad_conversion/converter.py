@@ -160,9 +160,10 @@ def convert(
             `int4` rounds linear layers to 4 bits, see [`subquad.Int4Config`]. The other tensors are then float32,
             unless `dtype` is given.
         head_size_divisor: sets that field of Eagle's or Finch's configuration, not stored in tensors; 8 by default.
-        vision_tower: directory of the CLIP model whose vision tower a VisualRWKV was trained with, if the source has
-            none; its files also define how images are prepared.
+        vision_tower: directory of the CLIP model whose vision tower a VisualRWKV with Eagle or Finch was trained with,
+            if the source has none; its files also define how images are prepared.
         grid_size: sets that field of VisualRWKV's configuration, not stored in tensors; by default -1, all patches.
+            With Goose it is the square root of the trainer's `num_token_per_image`.
         base: the base model of `source`, an adapter, in any format of a source. They are merged. An adapter
             is a file of RWKV-PEFT (LoRA, PiSSA, Bone, DiSHA) or a directory of PEFT (LoRA, MiSS).
         lora_alpha: alpha of a LoRA in a file of RWKV-PEFT, which is not stored there: W + alpha / rank * B A.

@@ -240,8 +240,8 @@ class TowersFormat(VisualFormat):
         if features != (sum(width * PATCHES[name] for name, _, width in widths),):
             shown = ", ".join(f"{found[place].source} has {width} x {PATCHES[name]}" for name, place, width in widths)
             raise ConversionError(
-                f"proj.gate.weight reads {features[0]} features of a patch, but of the vision towers {shown}: they are "
-                "another model's."
+                f"proj.gate.weight reads {features[0]} features of a patch, but of the vision towers {shown}: they "
+                "are another model's."
             )
 
     def image_settings(self, config: PreTrainedConfig, vision_tower: Path | None) -> tuple[Any, dict[str, Any]]:

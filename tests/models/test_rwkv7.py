@@ -166,7 +166,9 @@ def test_a_directory_of_the_rwkv_organisation(prefix, tmp_path):
     tensors, weights, _ = read_golden("rwkv7_trainer")
     named = {name if name == "head.weight" else prefix + name: x for name, x in weights.items()}
     sizes = {"vocab_size": 97, "hidden_size": 128, "num_hidden_layers": 3, "head_dim": 64, "pad_token_id": 0}
-    source = write(tmp_path / "source", named, **sizes, wkv_implementation="chunked", wkv_state_dtype="float32")
+    # All fields of the organisation's own class.
+    sizes |= {"wkv_implementation": "chunked", "wkv_state_dtype": "float32", "max_position_embeddings": 8192}
+    source = write(tmp_path / "source", named, **sizes, norm_bias=True, use_deep_embed=False)
     model, info = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
     assert not any(info.values()), info
     with torch.no_grad():

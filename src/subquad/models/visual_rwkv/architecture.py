@@ -52,8 +52,12 @@ VISUAL_RWKV = Architecture(
     describe=describe,
     costs=costs,
     adapter_targets=AdapterTargets(
-        projections=[*OF_ATTENTION, "feed_forward.key", "feed_forward.receptance", "feed_forward.value"]
-        + [*OF_ATT, "ffn.key", "ffn.value"],
+        projections=[
+            *OF_ATTENTION,
+            *("feed_forward.key", "feed_forward.receptance", "feed_forward.value"),
+            *OF_ATT,
+            *("ffn.key", "ffn.value"),
+        ],
         **{
             name: list(dict.fromkeys(getattr(RWKV5.adapter_targets, name) + getattr(RWKV7.adapter_targets, name)))
             for name in ("scaled", "feed_forward", "norms")
@@ -63,7 +67,7 @@ VISUAL_RWKV = Architecture(
     vllm=Serving(refusal="this plug-in has no processor of images for it"),
     support=Support(
         checkpoints="`.pth` of the trainer",
-        parity="a plain implementation in float64",
+        parity="a plain implementation in float64; the authors' code (7.00)",
         state="constant",
         dtypes="yes (states in float32)",
         tensor_parallel="not tested",
