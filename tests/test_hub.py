@@ -172,8 +172,9 @@ for name in ("repository", "again", "saved"):
 
 
 @pytest.mark.thorough
-def test_images_where_nothing_of_ours_is_installed(tmp_path, python_elsewhere):
-    model, processor = save_visual(tmp_path / "source", "rwkv6")
+@pytest.mark.parametrize("generation", ["rwkv6", "rwkv7"])
+def test_images_where_nothing_of_ours_is_installed(generation, tmp_path, python_elsewhere):
+    model, processor = save_visual(tmp_path / "source", generation)
     hub.export(tmp_path / "source", tmp_path / "repository")
     model.save_pretrained(tmp_path / "saved", self_contained=True)
     processor.save_pretrained(tmp_path / "saved")

@@ -51,7 +51,7 @@ def first(x: torch.Tensor) -> torch.Tensor:
     return x[0]
 
 
-# Names in a tower to those of transformers. DINOv2's are those of releases before 5.24, which also reads them.
+# Names in a tower to those of transformers. DINOv2's are those of releases before 5.18; later ones read them too.
 TOWERS = {
     "vit.dino_featurizer.": (
         DINO_TOWER,
@@ -107,7 +107,7 @@ TOWERS = {
         ),
     ),
 }
-# transformers' names of DINOv2's attention from 5.24 on, and before.
+# transformers' names of DINOv2's attention from 5.18 on, and before.
 DINO_ATTENTION = {"q_proj": "attention.query", "k_proj": "attention.key", "v_proj": "attention.value"}
 DINO_ATTENTION |= {"o_proj": "output.dense"}
 NEWER_DINO = re.compile(rf"({re.escape(DINO_TOWER)}.*\.attention\.)({'|'.join(DINO_ATTENTION)})(\..*)")
