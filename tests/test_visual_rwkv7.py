@@ -144,9 +144,10 @@ def test_features_of_each_image_are_computed_once():
         ]
         torch.testing.assert_close(torch.cat(alone), features, atol=1e-5, rtol=1e-5)
         expected = model(**text).logits
-        ways = ({}, {"num_beams": 2})
+        ways = ({}, {"num_beams": 2}, {"cache_implementation": "static", "disable_compile": True})
         answers = [model.generate(**text, max_new_tokens=4, **GREEDY | way) for way in ways]
         model.model.vit.to("meta")  # no longer there
+        assert model.device == ids.device
         torch.testing.assert_close(model(ids, image_features=features).logits, expected)
         for way, answer in zip(ways, answers, strict=True):
             found = model.generate(ids, image_features=features, max_new_tokens=4, **GREEDY | way)

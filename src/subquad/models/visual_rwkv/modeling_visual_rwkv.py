@@ -185,6 +185,11 @@ class VisualRwkvPreTrainedModel(RecurrentPreTrainedModel):
         """
         return False
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the text model, and of the inputs; the towers may be elsewhere."""
+        return self.base_model.rwkv.device
+
     def set_attn_implementation(self, attn_implementation: str | dict, *args, **kwargs) -> None:
         """As in transformers, for the towers: the text model has no attention."""
         if not isinstance(attn_implementation, dict):
