@@ -137,10 +137,13 @@ class VisualRwkvTowers(PreTrainedModel):
         return BaseModelOutputWithPooling(last_hidden_state=features)
 
     def _read_image(self, dino: torch.Tensor, siglip: torch.Tensor, sam: torch.Tensor) -> torch.Tensor:
-        """The features of one image, (1, patches, hidden_size). Nothing reads the last layer of the first two."""
-        registers = self.config.dino.num_register_tokens
-        dino = self.dino(dino, output_hidden_states=True).hidden_states[-2][:, 1 + registers :]
-        siglip = self.siglip(siglip, output_hidden_states=True).hidden_states[-2]
+        """The features of one image, (1, patches, hidden_size): of the first two towers, of the last layer but one."""
+        dino, siglip = self.dino.embeddings(dino), self.siglip.embeddings(siglip)
+        for layer in self.dino.encoder.layer[:-1]:
+            dino = layer(dino)
+        dino = dino[:, 1 + self.config.dino.num_register_tokens :]
+        for layer in self.siglip.encoder.layers[:-1]:
+            siglip = layer(siglip, None)
         # Channels of four neighbours become those of one patch.
         sam = F.pixel_unshuffle(self.sam(sam).last_hidden_state, 2).flatten(2).mT
         return torch.cat((dino, siglip, sam), dim=-1)
