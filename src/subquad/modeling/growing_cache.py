@@ -10,7 +10,8 @@ from subquad_kernels.tracing import can_read_values
 from .counting_cache import CountingCache
 from .layer_state import LayerState
 from .padding import expand_to
-from .ring import with_capacity
+from .positions import TokenPositions
+from .ring import entries_at, with_capacity
 from .state_file import ModelIdentity
 
 
@@ -114,6 +115,15 @@ class GrowingCache(CountingCache):
         layer.write(name, held)
         layer.note_alias(name)
         return held
+
+    def restart(self, layer: LayerState, name: str, x: torch.Tensor, positions: TokenPositions) -> None:
+        """Stores x (batch, length, ...) for each row's last packed document, which may continue the cache."""
+        held, wanted = layer.get(name), torch.arange(self.capacity_for(x.shape[1]), device=x.device)[None]
+        if held is None:
+            held = x.new_zeros(x.shape[0], wanted.shape[1], *x.shape[2:])
+        held = with_capacity(held, wanted.shape[1] - held.shape[1])
+        held = entries_at(held, x, wanted.expand(x.shape[0], -1), positions.kept_position, positions.kept)
+        layer.write(name, held.masked_fill(expand_to(wanted > positions.kept_position[:, -1:], x), 0.0))
 
     # package only
     def find_fault(self, config: PreTrainedConfig, states: dict[str, torch.Tensor], tokens: int) -> str | None:

@@ -64,10 +64,10 @@ def low_rank_of_heads(
 ) -> torch.Tensor:
     """[`subquad_kernels.low_rank`]; if `up` and `base` are split by columns, only the columns of this process."""
     base = None if base is None else local_part(base)
-    return low_rank(x, down, up, *args, base=base, multiply=_times_own_columns, **kwargs)
+    return low_rank(x, down, up, *args, base=base, multiply=times_own_columns, **kwargs)
 
 
-def _times_own_columns(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def times_own_columns(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x @ weight; if the weight is split by columns, only the columns of the product that this process has."""
     if not hasattr(weight, "to_local"):
         return matmul(x, weight)

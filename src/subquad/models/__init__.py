@@ -12,6 +12,7 @@ from .raven import *
 from .rwkv5 import *
 from .rwkv6 import *
 from .rwkv7 import *
+from .rwkv7_deep_embed import *
 from .visual_rwkv import *
 
 

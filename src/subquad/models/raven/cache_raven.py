@@ -9,9 +9,8 @@ from transformers.cache_utils import CacheLayerMixin, StaticCache
 
 from ...modeling.growing_cache import GrowingCache
 from ...modeling.layer_state import LayerState
-from ...modeling.padding import expand_to
 from ...modeling.positions import TokenPositions
-from ...modeling.ring import entries_at, ring_state, with_capacity, write_to_ring
+from ...modeling.ring import ring_state, write_to_ring
 
 
 @CacheLayerMixin.register
@@ -91,15 +90,6 @@ class RavenCache(GrowingCache):
         layer.update(name, ring, replay, x, positions.kept_position, positions.kept)
         layer.note_alias(name)
         return ring
-
-    def restart(self, layer: LayerState, name: str, x: torch.Tensor, positions: TokenPositions) -> None:
-        """Stores x (batch, length, ...) for each row's last packed document, which may continue the cache."""
-        held, wanted = layer.get(name), torch.arange(self.capacity_for(x.shape[1]), device=x.device)[None]
-        if held is None:
-            held = x.new_zeros(x.shape[0], wanted.shape[1], *x.shape[2:])
-        held = with_capacity(held, wanted.shape[1] - held.shape[1])
-        held = entries_at(held, x, wanted.expand(x.shape[0], -1), positions.kept_position, positions.kept)
-        layer.write(name, held.masked_fill(expand_to(wanted > positions.kept_position[:, -1:], x), 0.0))
 
     # package only
     def set_states(self, states: dict[str, torch.Tensor]) -> None:

@@ -76,6 +76,10 @@ class Rwkv7Config(CheckedConfig):
         **dict.fromkeys(("w0", "w2", "a0", "a2", "v0", "v2", "g2", "k_k", "k_a"), "rowwise"),
         **dict.fromkeys(("r_k", "ln_x.weight", "ln_x.bias"), "colwise"),
     }
+    # What splits the channel mixing, by its inner width.
+    _feed_forward = {"key": "colwise", "value": "rowwise"}
+    # As `RELATIVES`: the models whose tensors are refused.
+    _relatives = RELATIVES
 
     # From other packages. The trainer has no limit on the length of a text. Halving the residual stream every few
     # layers, as in float16, does not change the output.
@@ -122,7 +126,7 @@ class Rwkv7Config(CheckedConfig):
             "norm_bias": ((True,), "norms without biases are not supported"),
             "group_norm_epsilon": ((self.head_dim * self.norm_eps,), "another epsilon is not supported"),
             "embedding_layer_norm_fused": ((False,), "a norm that is part of the embeddings is not supported"),
-            "use_deep_embed": ((False,), "DeepEmbed is not supported"),
+            "use_deep_embed": ((False,), "the DeepEmbed of RWKV-8 is not supported"),
             "architecture_version": (("rwkv7",), "this is another model"),
             "number_of_conv_states": ((2,), "a block keeps one token before each of its two layers"),
             "wkv_state_dtype": (("float32",), "states are kept in float32 only; leave the field out"),
@@ -167,8 +171,7 @@ class Rwkv7Config(CheckedConfig):
         return {
             "emb": "embedding_rowwise",
             **plan_heads("blocks.*.att", into, "output", self._head_parameters, split),
-            "blocks.*.ffn.key": "colwise",
-            "blocks.*.ffn.value": "rowwise",
+            **{f"blocks.*.ffn.{name}": style for name, style in self._feed_forward.items()},
         }
 
     def validate_architecture(self):
@@ -195,9 +198,9 @@ class Rwkv7Config(CheckedConfig):
         Raises:
             ValueError: if a tensor belongs to a relative of the model.
         """
-        for pattern, title in RELATIVES.items():
+        for pattern, title in self._relatives.items():
             if found := next((name for name in shapes if re.search(pattern, name)), None):
-                raise ValueError(f"{found} is a tensor of {title}, which is not supported.")
+                raise ValueError(f"{found} is a tensor of {title}, not of the model type {self.model_type}.")
         for name, shape in shapes.items():
             place = re.search(r"(?:blocks|layers)\.([01])\.(?:attn?|linear_attn|ffn|mlp)\.(.+)$", name)
             if place is None or len(shape) < 2:

@@ -144,18 +144,24 @@ class Rwkv7ChannelMixing(nn.Module):
         self.key = projection(config.hidden_size, config.intermediate_size, gain=1.0)
         self.value = projection(config.intermediate_size, config.hidden_size, gain=0.0, wide=True)
 
-    def forward(self, x: torch.Tensor, tokens: CallTokens, state: BlockState = NO_STATE) -> torch.Tensor:
-        """x (batch, length, hidden_size); the output has the same shape."""
+    def activate(self, x: torch.Tensor, tokens: CallTokens, state: BlockState) -> torch.Tensor:
+        """The inner activation, (batch, length, intermediate_size), of x (batch, length, hidden_size)."""
         before = state.get("feed_forward_shift")
         x = tokens.forward_fill(x, before)
         before = tokens.token_before(x, before)
         x_k = token_shift(x, state=before, mu=self.x_k[0], starts=tokens.starts)[0]
         state.update_with("feed_forward_shift", last_token, x)
-        return self.value(relu_squared(self.key(x_k)))
+        return relu_squared(self.key(x_k))
+
+    def forward(self, x: torch.Tensor, tokens: CallTokens, state: BlockState = NO_STATE) -> torch.Tensor:
+        """x (batch, length, hidden_size); the output has the same shape."""
+        return self.value(self.activate(x, tokens, state))
 
 
 @use_kernelized_func([delta_wkv, group_norm_gate, token_shift])
 class Rwkv7Block(RecurrentBlock):
+    channel_mixing_class = Rwkv7ChannelMixing
+
     def __init__(self, config: Rwkv7Config, layer_idx: int):
         super().__init__()
         self.layer_idx = layer_idx
@@ -164,7 +170,7 @@ class Rwkv7Block(RecurrentBlock):
         self.ln1 = LayerNorm(config.hidden_size, eps=config.norm_eps)
         self.ln2 = LayerNorm(config.hidden_size, eps=config.norm_eps)
         self.att = Rwkv7TimeMixing(config, layer_idx)
-        self.ffn = Rwkv7ChannelMixing(config, layer_idx)
+        self.ffn = self.channel_mixing_class(config, layer_idx)
 
     def forward(
         self,
@@ -251,10 +257,12 @@ class Rwkv7PreTrainedModel(RecurrentPreTrainedModel):
 class Rwkv7Model(Rwkv7PreTrainedModel):
     """The blocks of Goose, without a head."""
 
+    block_class = Rwkv7Block
+
     def __init__(self, config: Rwkv7Config):
         super().__init__(config)
         self.emb = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.blocks = nn.ModuleList(Rwkv7Block(config, i) for i in range(config.num_hidden_layers))
+        self.blocks = nn.ModuleList(self.block_class(config, i) for i in range(config.num_hidden_layers))
         self.ln_out = LayerNorm(config.hidden_size, eps=config.norm_eps)
         self.post_init()
 
@@ -304,13 +312,14 @@ class Rwkv7Model(Rwkv7PreTrainedModel):
 class Rwkv7ForCausalLM(CausalLMHead, RecurrentGenerationMixin, Rwkv7PreTrainedModel):
     """Goose with a language modeling head."""
 
+    model_class = Rwkv7Model
     lm_head_name = "head"
     _tp_plan = {"head": "colwise_gather_output"}
     _tied_weights_keys = {"head.weight": "rwkv7.emb.weight"}
 
     def __init__(self, config: Rwkv7Config):
         super().__init__(config)
-        self.rwkv7 = Rwkv7Model(config)
+        self.rwkv7 = self.model_class(config)
         gain = 0.5 * max(config.vocab_size / config.hidden_size, 1) ** 0.5
         self.head = projection(config.hidden_size, config.vocab_size, gain)
         self.post_init()
@@ -319,10 +328,12 @@ class Rwkv7ForCausalLM(CausalLMHead, RecurrentGenerationMixin, Rwkv7PreTrainedMo
 class Rwkv7ForSequenceClassification(SequenceClassificationHead, Rwkv7PreTrainedModel):
     """Goose with a linear classifier on the last token."""
 
+    model_class = Rwkv7Model
+
     def __init__(self, config: Rwkv7Config):
         super().__init__(config)
         self.num_labels = config.num_labels
-        self.rwkv7 = Rwkv7Model(config)
+        self.rwkv7 = self.model_class(config)
         self.score = Linear(config.hidden_size, config.num_labels, bias=False)
         self.post_init()
 
