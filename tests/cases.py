@@ -58,6 +58,7 @@ class Case:
         window: the attention window of the only layer with softmax attention, or None.
         float32_states: the states that are float32 in every dtype.
         growing: whether the state grows with the text.
+        embeddings: whether the model reads embeddings in place of ids.
         splits: whether a token's result depends on tokens of its split, also later ones of the same call.
         scalar: a tensor that is a vector in the model and a scalar in its files.
         rows_apart: whether what the linear layers read has the rows of the batch.
@@ -93,6 +94,7 @@ class Case:
     window: int | None = None
     float32_states: tuple[str, ...] = ()
     growing: bool = False
+    embeddings: bool = True
     splits: bool = False
     scalar: str | None = None
     rows_apart: bool = True
@@ -482,6 +484,35 @@ GOOSE = Case(
     ),
 )
 
+
+
+def _constant_and_keys(c) -> list[int]:
+    """Goose's states, and of attention query, key and value of the last token, keys and values for 64 or 256."""
+    entry = c.dea_size + c.hidden_size
+    constant = c.num_hidden_layers * (c.hidden_size * (2 + c.head_dim) + c.dea_size + entry)
+    return [constant + c.num_hidden_layers * entry * room for room in (64, 64, 256)]
+
+
+# RWKV-7b, which has all that RWKV-7a has.
+DEEP_EMBED = replace(
+    GOOSE,
+    name="rwkv7_deep_embed",
+    model_type="rwkv7_deep_embed",
+    fields={**GOOSE.fields, "deep_embed_rank": 4, "dea_size": 16, "dea_rank": 5, "dea_soft_cap": 4.0},
+    not_decayed=GOOSE.not_decayed.replace("(", r"(s[012]|[kv][12]|x_q|", 1),
+    float32_states=("wkv", "qkv_shift"),
+    growing=True,
+    embeddings=False,
+    state_sizes=_constant_and_keys,
+    linear=(*GOOSE.linear, "qq"),
+    wrong=(
+        *GOOSE.wrong[:2],
+        ({"deep_embed_rank": 0}, AT_LEAST_ONE.format("deep_embed_rank")),
+        ({"dea_size": 0}, AT_LEAST_ONE.format("dea_size")),
+        ({"dea_soft_cap": 0.0}, "`dea_soft_cap` must be above 0 and finite, got 0.0"),
+    ),
+)
+
 CLIP = {
     "hidden_size": 32,
     "intermediate_size": 40,
@@ -559,7 +590,7 @@ def _variant(base: Case, name: str, **fields) -> Case:
     return replace(base, name=f"{base.name}-{name}", fields={**base.fields, **fields}, state_sizes=None)
 
 
-BASE = (EAGLE, FINCH, GOOSE, AVEY, RAVEN, GECKO, AVEY_B)
+BASE = (EAGLE, FINCH, GOOSE, DEEP_EMBED, AVEY, RAVEN, GECKO, AVEY_B)
 # Every second block of the Finch case reads images backward.
 VISUAL = (_visual(EAGLE), _visual(FINCH), _visual(GOOSE, OF_TOWERS))
 
@@ -568,9 +599,12 @@ TWO_KINDS = [{"layers": [1], "num_heads": 2, "window_size": 9, "rope_theta": 500
 RAVEN_PURE = replace(_variant(RAVEN, "pure", attn=None), layer_kinds=1)
 RAVEN_FULL = _variant(RAVEN, "full", attn=WHOLE_TEXT)
 RAVEN_BOTH = replace(_variant(RAVEN, "both", attn=TWO_KINDS, num_hidden_layers=4), layer_kinds=3)
+DEEP_EMBED_A = replace(_variant(DEEP_EMBED, "a", dea_size=None), growing=False, float32_states=("wkv",))
 RAVEN_SWA = replace(_variant(RAVEN, "swa", attn=None, router="swa"), layer_kinds=1)
 # Other fields, or other inputs, than those of an architecture's case.
 VARIANTS = (
+    DEEP_EMBED_A,
+    _variant(DEEP_EMBED, "merged", num_hidden_layers=1, merged_tables=True),
     RAVEN_PURE,
     RAVEN_FULL,
     RAVEN_BOTH,

@@ -48,7 +48,11 @@ FILES_OF_MODELS = {
     f"subquad.hub.{name}" for name in ("foreign_files", "loading", "new_files", "processing", "saving", "weight_files")
 }
 # Architectures that are made of others.
-BUILT_ON = {"rwkv6": {"rwkv5"}, "visual_rwkv": {"rwkv5", "rwkv6", "rwkv7"}}
+BUILT_ON = {
+    "rwkv6": {"rwkv5"},
+    "rwkv7_deep_embed": {"rwkv7"},
+    "visual_rwkv": {"rwkv5", "rwkv6", "rwkv7"},
+}
 
 
 @cache

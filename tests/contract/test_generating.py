@@ -283,7 +283,7 @@ def test_guidance(case):
 
 
 @quick_family
-@each_case
+@each(*(case for case in GENERATING if case.embeddings))
 def test_generation_from_embeddings(case):
     model, text = case.model(), half_padded(case, 7, 2)
     embed = model.get_input_embeddings()

@@ -113,8 +113,11 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
     return torch.cat([attend_from(*part) for part in zip(q.split(size, 1), mask.split(size, 1), strict=True)], dim=1)
 
 
-class Rwkv7DeepEmbedAttention(nn.Module):
-    """DeepEmbedAttention: one causal head, whose keys and values are scaled by each token's rows of two tables."""
+class Rwkv7DeepEmbedDea(nn.Module):
+    """
+    DeepEmbedAttention (DEA): one causal head, whose keys and values are scaled by each token's rows of two tables.
+    transformers would expect a class that is named `Attention` to have several implementations.
+    """
 
     def __init__(self, config: Rwkv7DeepEmbedConfig):
         super().__init__()
@@ -166,7 +169,7 @@ class Rwkv7DeepEmbedBlock(Rwkv7Block):
 
     def __init__(self, config: Rwkv7DeepEmbedConfig, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.qkv = None if config.dea_size is None else Rwkv7DeepEmbedAttention(config)
+        self.qkv = None if config.dea_size is None else Rwkv7DeepEmbedDea(config)
 
     def forward(
         self,
@@ -216,7 +219,7 @@ class Rwkv7DeepEmbedPreTrainedModel(Rwkv7PreTrainedModel):
             init.ones_(module.s0)
             init.orthogonal_(module.s1)
             init.zeros_(module.s2)
-        elif isinstance(module, Rwkv7DeepEmbedAttention):
+        elif isinstance(module, Rwkv7DeepEmbedDea):
             for weight in (module.k1, module.k2, module.v1, module.v2):
                 init.orthogonal_(weight)
             for weight in (module.x_q, module.x_k, module.x_v, module.lnv.weight):
