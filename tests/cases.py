@@ -504,7 +504,7 @@ DEEP_EMBED = replace(
     growing=True,
     embeddings=False,
     state_sizes=_constant_and_keys,
-    linear=(*GOOSE.linear, "qq"),
+    linear=(*GOOSE.linear, "qq", "s_emb_x", "k_emb_x", "v_emb_x"),
     wrong=(
         *GOOSE.wrong[:2],
         ({"deep_embed_rank": 0}, AT_LEAST_ONE.format("deep_embed_rank")),
@@ -668,6 +668,7 @@ GENERATING = (*TEXT, *VISUAL)
 TRAINED_GENERATING = tuple(case for case in TRAINED if case.causal)
 each_case = each(*GENERATING)
 each_text_case = each(*TEXT)
+each_case_of_embeddings = each(*(case for case in GENERATING if case.embeddings))
 each_case_and_variant = each(*GENERATING, *VARIANTS)
 each_case_and_reader = each(*GENERATING, *VARIANTS, *READERS)
 each_case_and_all = each(*GENERATING, *VARIANTS, *READERS, *TRAINED_GENERATING)

@@ -15,6 +15,7 @@ from cases import (
     GREEDY,
     IMAGE_ID,
     each_case,
+    each_case_of_embeddings,
     each_head,
     each_model,
     lm_class,
@@ -371,7 +372,7 @@ def with_prompt(model, config_class=PromptTuningConfig, **options):
 
 @pytest.mark.quick_cases("*-prompt", "rwkv7-*")
 @pytest.mark.parametrize("method", PROMPTS)
-@each_case
+@each_case_of_embeddings
 def test_prompts(case, method):
     """Padding changes nothing, also between a learned prompt and the text."""
     config_class, options, rows = PROMPTS[method]
@@ -415,7 +416,7 @@ def test_prompts(case, method):
         assert torch.equal(row[: seen.sum()], free[seen][: len(row)])
 
 
-@each_case
+@each_case_of_embeddings
 def test_prompts_that_cannot_be(case):
     """What would read a text without its learned prompt, or needs what the models do not have, is refused."""
     instead = "`PromptTuningConfig`" if case.model_type in ("avey", "gecko") else "`subquad.StateTuningConfig`"

@@ -11,6 +11,7 @@ from cases import (
     VARIANTS,
     each,
     each_case,
+    each_case_of_embeddings,
     each_case_and_variant,
     each_causal,
     each_side,
@@ -283,7 +284,7 @@ def test_guidance(case):
 
 
 @quick_family
-@each(*(case for case in GENERATING if case.embeddings))
+@each_case_of_embeddings
 def test_generation_from_embeddings(case):
     model, text = case.model(), half_padded(case, 7, 2)
     embed = model.get_input_embeddings()

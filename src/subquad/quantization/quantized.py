@@ -274,13 +274,13 @@ class IntegerQuantizer(HfQuantizer):
             model.set_submodule(name, layer(module, self.pre_quantized, own_scale=module is not tied_head))
 
     def _chosen(self, model: "PreTrainedModel", float_layers: set[str]) -> dict[str, nn.Module]:
-        """The layers to convert, by their names: linear layers of the body, and both kinds of embeddings."""
+        """The layers to convert, by their names: linear layers and embeddings of the body, and the head."""
         head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
         body = set(model.base_model.modules())
         chosen = {
             name: module
             for name, module in model.named_modules()
-            if (isinstance(module, nn.Linear) and (module in body or module is head)) or module is embeddings
+            if isinstance(module, nn.Linear | nn.Embedding) and (module in body or module is head)
             if not float_layers & set(name.split(".")) and self._may_convert(model, name)
         }
         tied = {name: module for name, module in model.named_modules() if module in (head, embeddings)}

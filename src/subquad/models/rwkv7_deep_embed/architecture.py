@@ -52,7 +52,7 @@ RWKV7_DEEP_EMBED = Architecture(
     costs=costs,
     adapter_targets=dataclasses.replace(
         RWKV7.adapter_targets,
-        projections=[*RWKV7.adapter_targets.projections, "qq"],
+        projections=[*RWKV7.adapter_targets.projections, "qq", "s_emb_x", "k_emb_x", "v_emb_x"],
         norms=[*RWKV7.adapter_targets.norms, "lnq", "lnk", "lnv"],
     ),
     recipe=RWKV7.recipe,  # no trainer of these models is published

@@ -9,7 +9,7 @@ from ..rwkv7.configuration_rwkv7 import RELATIVES, Rwkv7Config
 
 
 # The tensors by which the variants differ from Goose and from each other, in their first blocks.
-TABLE, TABLE_OF_X0, ATTENTION = r"\.ffn\.s_emb\.weight$", r"\.ffn\.s_emb_x\.weight$", r"\.qkv\.qq\.weight$"
+TABLE, PRODUCT, ATTENTION = r"\.ffn\.s_emb\.", r"\.ffn\.s_emb_x\.", r"\.qkv\.qq\."
 
 
 @strict
@@ -72,7 +72,7 @@ class Rwkv7DeepEmbedConfig(Rwkv7Config):
                 f"`dea_size` is {self.dea_size}, so this is the configuration of {wanted}, but the tensors are those "
                 f"of {stored}."
             )
-        if self.merged_tables == found(TABLE_OF_X0):
+        if self.merged_tables == found(PRODUCT):
             state = "are not merged" if self.merged_tables else "are merged"
             raise ValueError(f"`merged_tables` is {self.merged_tables}, but the tables of the file {state}.")
         for name, shape in shapes.items():

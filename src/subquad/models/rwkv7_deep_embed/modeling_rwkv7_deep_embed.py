@@ -78,6 +78,8 @@ def look_up(
 class Rwkv7DeepEmbedChannelMixing(Rwkv7ChannelMixing):
     """Goose's channel mixing, with a factor on its inner activation from each token's row of a table."""
 
+    tables = ("s_emb",)
+
     def __init__(self, config: Rwkv7DeepEmbedConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         self.rank = config.deep_embed_rank
@@ -118,6 +120,8 @@ class Rwkv7DeepEmbedDea(nn.Module):
     DeepEmbedAttention (DEA): one causal head, whose keys and values are scaled by each token's rows of two tables.
     transformers would expect a class that is named `Attention` to have several implementations.
     """
+
+    tables = ("k_emb", "v_emb")
 
     def __init__(self, config: Rwkv7DeepEmbedConfig):
         super().__init__()
@@ -226,18 +230,29 @@ class Rwkv7DeepEmbedPreTrainedModel(Rwkv7PreTrainedModel):
                 init.zeros_(weight)
 
     def _tables(self) -> dict[str, Rwkv7Table]:
-        return {name: module for name, module in self.named_modules() if isinstance(module, Rwkv7Table)}
+        """All tables by name. Adapters or integer layers may have taken their place."""
+        owners = {name: module for name, module in self.named_modules() if hasattr(module, "tables")}
+        return {f"{name}.{table}": getattr(owner, table) for name, owner in owners.items() for table in owner.tables}
 
-    def _check_not_mapped(self, action: str) -> None:
-        if any(table.mapped for table in self._tables().values()):
-            raise ValueError(f"The tables are mapped from a file, and cannot be {action}. Load the model again.")
+    def _plain_tables(self, action: str) -> dict[str, Rwkv7Table]:
+        """
+        Raises:
+            ValueError: if a table is no plain one, or is mapped from a file.
+        """
+        tables = self._tables()
+        for name, table in tables.items():
+            if type(table) is not Rwkv7Table:
+                raise ValueError(f"`{name}` is a {type(table).__name__}: only plain tables can be {action}.")
+            if table.mapped:
+                raise ValueError(f"`{name}` is mapped from a file, and cannot be {action}. Load the model again.")
+        return tables
 
     def _resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Embedding:
         """As in transformers, tables included: rows of new ids are the mean of the others."""
-        self._check_not_mapped("resized")
+        tables = self._plain_tables("resized")
         embeddings = super()._resize_token_embeddings(new_num_tokens, *args, **kwargs)
         number = embeddings.weight.shape[0]
-        for table in self._tables().values():
+        for table in tables.values():
             rows, more = table.weight.detach(), number - table.num_embeddings
             if more > 0:
                 mean = rows.mean(0, keepdim=True, dtype=wide_dtype(rows)).to(rows.dtype)
@@ -259,8 +274,7 @@ class Rwkv7DeepEmbedPreTrainedModel(Rwkv7PreTrainedModel):
         """
         if self.config.merged_tables:
             raise ValueError("The tables are merged already.")
-        self._check_not_mapped("merged")
-        tables = self._tables()
+        tables = self._plain_tables("merged")
         products = {name: self.get_submodule(f"{name}_x") for name in tables}
         for name, layer in products.items():
             if type(layer) not in (Linear, nn.Linear):
@@ -287,12 +301,13 @@ class Rwkv7DeepEmbedPreTrainedModel(Rwkv7PreTrainedModel):
                 overwritten while the model is used.
 
         Raises:
-            ValueError: if the directory lacks a table, or has another one: 256 rows of each are compared.
+            ValueError: if the directory lacks a table, or has another one: 256 rows of each are compared. Or if an
+                adapter or an integer layer has taken the place of a table.
         """
         from ...hub.weight_files import find_weights, open_weights
 
         prefix = "" if self.base_model is not self else f"{self.base_model_prefix}."
-        tables = {f"{prefix}{name}.weight": table for name, table in self._tables().items()}
+        tables = {f"{prefix}{name}.weight": table for name, table in self._plain_tables("mapped").items()}
         stored = {}
         for path in find_weights(directory):
             with open_weights(path) as file:
