@@ -122,6 +122,7 @@ def convert(
     tokenizer: str | os.PathLike = "auto",
     dtype: str = "keep",
     quantize: str | None = None,
+    merge_tables: bool = False,
     head_size_divisor: int | None = None,
     vision_tower: str | os.PathLike | None = None,
     grid_size: int | None = None,
@@ -159,6 +160,7 @@ def convert(
         quantize: `int8` rounds the weights of linear layers and embeddings to 8 bits, see [`subquad.Int8Config`];
             `int4` rounds linear layers to 4 bits, see [`subquad.Int4Config`]. The other tensors are then float32,
             unless `dtype` is given.
+        merge_tables: whether the tables of an RWKV-7a or 7b are merged, for inference; they cannot be split again.
         head_size_divisor: sets that field of Eagle's or Finch's configuration, not stored in tensors; 8 by default.
         vision_tower: directory of the CLIP model whose vision tower a VisualRWKV with Eagle or Finch was trained with,
             if the source has none; its files also define how images are prepared.
@@ -182,6 +184,8 @@ def convert(
         raise ConversionError(f"`quantize` must be one of {', '.join(METHODS)}; got {quantize!r}.")
     if quantize is not None and to != "directory":
         raise ConversionError(f"`quantize` is for a directory of this package, not for {to}.")
+    if merge_tables and to != "directory":
+        raise ConversionError(f"`merge_tables` is for a directory of this package, not for {to}.")
     if quantize is not None and dtype == "keep":
         dtype = "float32"
     if head_size_divisor is not None and head_size_divisor < 1:
@@ -258,6 +262,8 @@ def convert(
         untold = [name for name in chosen.token_ids if told.get(name) is None and hasattr(text_class, name)]
         given = known.with_text_fields(given, {name: chosen.token_ids[name] for name in untold})
         model_config = _build_config(known, given, plan.sizes, dtype)
+        if merge_tables:
+            outputs = known.merge_tables(outputs, model_config)
         parameters = sum(output.elements for output in outputs)
         if quantize is not None:
             outputs = _quantized(outputs, model_config, quantize)

@@ -185,6 +185,15 @@ class Format:
             model = self.model_class(self.config_class.from_dict(dict(fields)))
         return {self.written_name(name): tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
+    def merge_tables(self, outputs: list[OutputTensor], config: PreTrainedConfig) -> list[OutputTensor]:
+        """
+        The tensors to write, with tables merged for inference. Changes the configuration.
+
+        Raises:
+            ConversionError: if the model has no tables, or they are merged already.
+        """
+        raise ConversionError(f"`merge_tables` does not apply to the model type {self.model_type}.")
+
     # --- for formats with a `target` ---
 
     def check_target(self, config: PreTrainedConfig) -> list[str]:

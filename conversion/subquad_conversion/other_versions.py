@@ -3,10 +3,11 @@
 import re
 from functools import partial
 
-from subquad.models.rwkv7.configuration_rwkv7 import RELATIVES
+from subquad.models.rwkv7_deep_embed.configuration_rwkv7_deep_embed import OTHER_RELATIVES
 
 from .formats import Refusal, Tensors
 from .rwkv import has_gate, has_vector_decay
+from .rwkv7_deep_embed import has_attention, has_tables
 
 
 # Names of block 0's time mixing start with one of these: trainer, Hub.
@@ -113,7 +114,12 @@ OTHER_VISUAL = (
 # The first match wins.
 REFUSALS = (
     *OTHER_VISUAL,
-    *(Refusal(title, partial(_is_relative_of_goose, pattern)) for pattern, title in RELATIVES.items()),
+    *(Refusal(title, partial(_is_relative_of_goose, pattern)) for pattern, title in OTHER_RELATIVES.items()),
+    Refusal(
+        "RWKV-7a or 7b with merged tables, or in a layout that is not known",
+        lambda tensors: has_tables(tensors) or any(re.match(r"[skv]_emb\.\d", name) for name in tensors),
+    ),
+    Refusal("RWKV-7b's attention without DeepEmbed", has_attention),
     Refusal(
         "RWKV-7 (Goose) in the layers of another model, such as ARWKV or QRWKV",
         lambda tensors: _has_part(tensors, ".mlp.gate_proj.") and _ends(tensors, ".r_k", ".k_k", ".k_a"),

@@ -46,13 +46,16 @@ class Rwkv7Format(Format):
 
     Attributes:
         sign: the name of a tensor that only this format has.
+        related: pattern of the names of tensors that other models have.
+        vectors: pattern of our names of vectors.
     """
 
     model_type = "rwkv7"
     sign: str
+    related, vectors = RELATED, VECTORS
 
     def matches(self, tensors: Tensors) -> bool:
-        return self.sign in tensors and not any(RELATED.search(name) for name in tensors)
+        return self.sign in tensors and not any(self.related.search(name) for name in tensors)
 
     def is_misused(self, name: str, value: Any, sizes: Mapping[str, Any]) -> bool:
         return name == "num_heads" and value == MEANINGLESS_HEADS
@@ -73,7 +76,7 @@ class Rwkv7Format(Format):
         )
 
     def fits(self, name: str, stored: Shape, shape: Shape, fields: Mapping[str, Any]) -> bool:
-        if VECTORS.search(name):
+        if self.vectors.search(name):
             return [length for length in stored if length != 1] == [length for length in shape if length != 1]
         return stored == shape
 

@@ -78,6 +78,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         "inference on a CPU; the other tensors are float32, unless --dtype is given",
     )
     add(
+        "--merge-tables",
+        action="store_true",
+        help="for RWKV-7a and 7b: merge the tables for inference, so that a lookup takes the place of a product; they "
+        "cannot be split again",
+    )
+    add(
         "--head-size-divisor",
         type=positive_int,
         metavar="N",
@@ -152,6 +158,7 @@ def run(args: Namespace) -> None:
             tokenizer=args.tokenizer,
             dtype=args.dtype,
             quantize=args.quantize,
+            merge_tables=args.merge_tables,
             head_size_divisor=args.head_size_divisor,
             vision_tower=args.vision_tower,
             grid_size=args.grid_size,

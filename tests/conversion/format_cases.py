@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rwkv7_deep_embed_files
 import rwkv7_files
 import torch
 import transformers
@@ -447,6 +448,35 @@ VISUAL_GOOSE_CASE = Case(
     first_part=lambda name: next(iter(visual_rwkv7.FORMAT.parts(name))),
 )
 
+
+def deep_embed_case(layout: str, what: str, attention: bool) -> Case:
+    """An RWKV-7a, or an RWKV-7b with attention."""
+    tensors = getattr(rwkv7_deep_embed_files, f"{layout}_tensors")
+    source = GOOSE | {"attention": attention, "rank": 4, "size": 6, "low": 3}
+    attends = {"dea_size": 6, "dea_rank": 3} if attention else {"dea_size": None}
+    goose = next(case for case in GOOSE_CASES if case.format == f"rwkv7-{layout}")
+    variant = "RWKV-7b, with one head of attention of size 6" if attention else "RWKV-7a"
+    return Case(
+        f"rwkv7-deep-embed-{layout}",
+        "rwkv7_deep_embed",
+        lambda: (tensors(**source), rwkv7_deep_embed_files.hub_tensors(**source)),
+        goose.block,
+        goose.embeddings,
+        goose.head,
+        goose.sizes | {"deep_embed_rank": 4, "merged_tables": False} | attends,
+        f"Goose with DeepEmbed (RWKV-7a, 7b), {what}: 2 layers of 12, {variant}, 3 heads of 4, vocabulary 20.",
+        fields={"dea_size": 6} if attention else {},
+        again="rwkv7-deep-embed-hub",
+        buffers=goose.buffers,
+    )
+
+
+DEEP_EMBED_CASES = {
+    "rwkv7a-trainer": deep_embed_case("trainer", "trainer checkpoint", False),
+    "rwkv7-deep-embed-trainer": deep_embed_case("trainer", "trainer checkpoint", True),
+    "rwkv7-deep-embed-hub": deep_embed_case("hub", "our directory", True),
+}
+
 # --- Avey, Avey-B ---
 
 AVEY = {"vocab_size": 30, "d_embed": 8, "n_blocks": 2, "chunk_size": 4, "k": 2, "expansion_factor": 2}
@@ -602,6 +632,7 @@ CASES = {
     ),
     **{case.format: case for case in GOOSE_CASES},
     "visual-rwkv7": VISUAL_GOOSE_CASE,
+    **DEEP_EMBED_CASES,
     "avey": Case(
         "avey",
         "avey",

@@ -69,7 +69,7 @@ def finch(tmp_path, vocabulary=65536, **sizes):
 def test_the_table_of_the_site_says_what_goes_out():
     page = (Path(__file__).parents[2] / "docs/how-to/formats.md").read_text()
     rows = [line.split("|") for line in page.splitlines() if line.count("|") == 4]
-    names = {"Eagle": "rwkv5", "Finch": "rwkv6", "Goose": "rwkv7"}
+    names = {"Eagle": "rwkv5", "Finch": "rwkv6", "Goose": "rwkv7", "RWKV-7a, 7b": "rwkv7_deep_embed"}
     for name, model_type in names.items():
         (out,) = (row[3] for row in rows if row[1].strip() == name)
         assert set(re.findall(r"`(\w+)`", out)) == {x.target for x in FORMATS if x.model_type == model_type} - {None}

@@ -11,6 +11,13 @@ from ..rwkv7.configuration_rwkv7 import RELATIVES, Rwkv7Config
 # The tensors by which the variants differ from Goose and from each other, in their first blocks.
 TABLE, PRODUCT, ATTENTION = r"\.ffn\.s_emb\.", r"\.ffn\.s_emb_x\.", r"\.qkv\.qq\."
 
+# The relatives of Goose that are not these two.
+OTHER_RELATIVES = {
+    pattern: title
+    for pattern, title in RELATIVES.items()
+    if not re.search(pattern, ".ffn.s_emb.weight") and not re.search(pattern, ".qkv.qq.weight")
+}
+
 
 @strict
 class Rwkv7DeepEmbedConfig(Rwkv7Config):
@@ -32,11 +39,7 @@ class Rwkv7DeepEmbedConfig(Rwkv7Config):
 
     model_type = "rwkv7_deep_embed"
     _feed_forward = {**Rwkv7Config._feed_forward, "s0": "rowwise", "s2": "rowwise"}
-    _relatives = {
-        pattern: title
-        for pattern, title in RELATIVES.items()
-        if not re.search(pattern, ".ffn.s_emb.weight") and not re.search(pattern, ".qkv.qq.weight")
-    }
+    _relatives = OTHER_RELATIVES
 
     deep_embed_rank: int = 32
     dea_size: int | None = None

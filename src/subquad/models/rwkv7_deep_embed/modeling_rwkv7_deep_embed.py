@@ -75,6 +75,19 @@ def look_up(
     return rows if of_x0 is None else rows + of_x0(x0)
 
 
+def merged_rows(
+    rows: torch.Tensor, weight: torch.Tensor, embeddings: torch.Tensor, ln0: dict[str, torch.Tensor], eps: float
+) -> torch.Tensor:
+    """
+    Rows of a table (ids, width) with the product of a weight (width, hidden_size) and x0, at least in float32. x0 is
+    the norm of the embeddings (ids, hidden_size), with the parameters `weight` and `bias` of `ln0`.
+    """
+    dtype = wide_dtype(rows)
+    norm = {name: x.to(dtype) for name, x in ln0.items()}
+    x0 = F.layer_norm(embeddings.to(dtype), embeddings.shape[-1:], **norm, eps=eps)
+    return torch.addmm(rows.to(dtype), x0, weight.to(dtype).T)
+
+
 class Rwkv7DeepEmbedChannelMixing(Rwkv7ChannelMixing):
     """Goose's channel mixing, with a factor on its inner activation from each token's row of a table."""
 
@@ -279,13 +292,14 @@ class Rwkv7DeepEmbedPreTrainedModel(Rwkv7PreTrainedModel):
         for name, layer in products.items():
             if type(layer) not in (Linear, nn.Linear):
                 raise ValueError(f"`{name}_x` is a {type(layer).__name__}: tables are merged with plain weights only.")
-        embeddings, norm = self.get_input_embeddings(), self.base_model.blocks[0].ln0
-        for ids in torch.arange(self.config.vocab_size, device=self.device).split(MERGED_AT_ONCE):
-            x0 = norm(embeddings(ids))
-            for name, table in tables.items():
-                layer = products[name]
-                table.weight[ids.to(table.weight.device)] += layer(x0.to(layer.weight.device))
-        for name in tables:
+        embeddings, ln0 = self.get_input_embeddings(), self.base_model.blocks[0].ln0
+        if type(embeddings) is not nn.Embedding:
+            raise ValueError(f"The embeddings are a {type(embeddings).__name__}: only plain ones can be merged.")
+        for name, table in tables.items():
+            device, eps = table.weight.device, ln0.eps
+            weight, norm = products[name].weight.to(device), {x: p.to(device) for x, p in ln0.named_parameters()}
+            for rows, x in zip(*(y.split(MERGED_AT_ONCE) for y in (table.weight, embeddings.weight)), strict=True):
+                rows.copy_(merged_rows(rows, weight, x.to(device), norm, eps))
             module, _, leaf = name.rpartition(".")
             setattr(self.get_submodule(module), f"{leaf}_x", None)
         self.config.merged_tables = True
