@@ -485,7 +485,6 @@ GOOSE = Case(
 )
 
 
-
 def _constant_and_keys(c) -> list[int]:
     """Goose's states, and of attention query, key and value of the last token, keys and values for 64 or 256."""
     entry = c.dea_size + c.hidden_size

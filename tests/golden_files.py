@@ -14,5 +14,5 @@ def read_golden(name):
     with safe_open(FOLDER / f"{name}.safetensors", "pt") as file:
         tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
     weights = {name.removeprefix("weights."): x for name, x in tensors.items() if name.startswith("weights.")}
-    named = {name: json.loads(metadata[name].lower()) for name in metadata.keys() - {"config", "note"}}
+    named = {name: json.loads(metadata[name].lower()) for name in metadata.keys() - {"config", "model", "note"}}
     return tensors, weights, json.loads(metadata["config"]) | named

@@ -216,7 +216,9 @@ def test_packed_weights_of_rwkv7_hf_are_refused(bits, tmp_path):
         tensors |= {part: weight[:1].clone() for part in packed(name, bits)}
     source = write(tmp_path / "packed", tensors, RWKV7_HF)
     for load in (AutoModelForCausalLM, subquad.Rwkv7ForCausalLM):
-        with pytest.raises(ValueError, match="weights that rwkv7-hf packed to 8 or 4 bits, not of the model type rwkv7"):
+        with pytest.raises(
+            ValueError, match="weights that rwkv7-hf packed to 8 or 4 bits, not of the model type rwkv7"
+        ):
             load.from_pretrained(source)
     with pytest.raises(ConversionError, match="weights that rwkv7-hf packed to 8 or 4 bits"):
         convert(source, tmp_path / "converted", progress=False)

@@ -10,7 +10,9 @@ from ..rwkv7.architecture import describe as describe_goose
 
 
 def describe(config) -> list[str]:
-    variant = "RWKV-7a" if config.dea_size is None else f"RWKV-7b, with one head of attention of size {config.dea_size}"
+    variant = (
+        "RWKV-7a" if config.dea_size is None else f"RWKV-7b, with one head of attention of size {config.dea_size}"
+    )
     return [variant, *describe_goose(config)]
 
 

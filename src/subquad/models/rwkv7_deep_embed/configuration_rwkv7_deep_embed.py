@@ -69,7 +69,9 @@ class Rwkv7DeepEmbedConfig(Rwkv7Config):
             return any(re.search(pattern, name) for name in shapes)
 
         wanted = "RWKV-7a" if self.dea_size is None else "RWKV-7b"
-        stored = ("RWKV-7b" if found(ATTENTION) else "RWKV-7a") if found(TABLE) else "RWKV-7 (Goose), without DeepEmbed"
+        stored = (
+            ("RWKV-7b" if found(ATTENTION) else "RWKV-7a") if found(TABLE) else "RWKV-7 (Goose), without DeepEmbed"
+        )
         if stored != wanted:
             raise ValueError(
                 f"`dea_size` is {self.dea_size}, so this is the configuration of {wanted}, but the tensors are those "

@@ -255,7 +255,7 @@ class Rwkv7DeepEmbedPreTrainedModel(Rwkv7PreTrainedModel):
         tables = self._tables()
         for name, table in tables.items():
             if type(table) is not Rwkv7Table:
-                raise ValueError(f"`{name}` is a {type(table).__name__}: only plain tables can be {action}.")
+                raise ValueError(f"`{name}` is of class {type(table).__name__}: only plain tables can be {action}.")
             if table.mapped:
                 raise ValueError(f"`{name}` is mapped from a file, and cannot be {action}. Load the model again.")
         return tables
@@ -291,10 +291,14 @@ class Rwkv7DeepEmbedPreTrainedModel(Rwkv7PreTrainedModel):
         products = {name: self.get_submodule(f"{name}_x") for name in tables}
         for name, layer in products.items():
             if type(layer) not in (Linear, nn.Linear):
-                raise ValueError(f"`{name}_x` is a {type(layer).__name__}: tables are merged with plain weights only.")
+                raise ValueError(
+                    f"`{name}_x` is of class {type(layer).__name__}: tables are merged with plain weights only."
+                )
         embeddings, ln0 = self.get_input_embeddings(), self.base_model.blocks[0].ln0
         if type(embeddings) is not nn.Embedding:
-            raise ValueError(f"The embeddings are a {type(embeddings).__name__}: only plain ones can be merged.")
+            raise ValueError(
+                f"The embeddings are of class {type(embeddings).__name__}: only plain ones can be merged."
+            )
         for name, table in tables.items():
             device, eps = table.weight.device, ln0.eps
             weight, norm = products[name].weight.to(device), {x: p.to(device) for x, p in ln0.named_parameters()}
@@ -330,7 +334,9 @@ class Rwkv7DeepEmbedPreTrainedModel(Rwkv7PreTrainedModel):
             held, rows = table.weight, torch.arange(0, table.num_embeddings, -(-table.num_embeddings // 256))
             if (other := stored.get(name)) is None:
                 raise ValueError(f"{directory} has no tensor {name}.")
-            if other.shape != held.shape or not torch.equal(held[rows.to(held.device)].cpu(), other[rows].to(held.dtype)):
+            if other.shape != held.shape or not torch.equal(
+                held[rows.to(held.device)].cpu(), other[rows].to(held.dtype)
+            ):
                 raise ValueError(f"{directory}: {name} differs from the model's. Save the model there first.")
         for name, table in tables.items():
             table.weight, table.mapped = nn.Parameter(stored[name], requires_grad=False), True
