@@ -14,7 +14,6 @@ from cases import (
     ENCODERS,
     GREEDY,
     IMAGE_ID,
-    each_case,
     each_case_of_embeddings,
     each_head,
     each_model,

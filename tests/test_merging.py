@@ -20,7 +20,7 @@ LIMITS = {
     "rwkv5": 5900,
     "rwkv6": 6150,
     "rwkv7": 6300,
-    "rwkv7_deep_embed": 7150,
+    "rwkv7_deep_embed": 7050,
     "avey": 5350,
     "avey-b": 3650,
     "raven": 6750,

@@ -1,6 +1,7 @@
 """What RWKV-7a and 7b have of their own: the authors' numbers, tables in three forms, attention, refusals."""
 
 import copy
+import itertools
 import os
 import sys
 
@@ -101,10 +102,12 @@ def test_attention_equals_the_equations(most, monkeypatch):
     for cap in (64.0, 0.5):
         dea, seen = model.rwkv7.blocks[1].qkv, {}
         dea.cap = cap
-        hook = dea.register_forward_hook(lambda module, args, out: seen.update(x=args[0], x0=args[1], out=out))
+        hook = dea.register_forward_hook(
+            lambda module, args, out, seen=seen: seen.update(x=args[0], x0=args[1], out=out)
+        )
         model(ids, cu_seqlens=torch.tensor(bounds))
         hook.remove()
-        for first, last in zip(bounds, bounds[1:], strict=False):
+        for first, last in itertools.pairwise(bounds):
             x, x0, found = (seen[name][0, first:last] for name in ("x", "x0", "out"))
             torch.testing.assert_close(found, attend_by_token(dea, x, x0, ids[0, first:last]), atol=1e-11, rtol=0)
 

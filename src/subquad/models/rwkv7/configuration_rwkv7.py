@@ -78,8 +78,8 @@ class Rwkv7Config(CheckedConfig):
     }
     # What splits the channel mixing, by its inner width.
     _feed_forward = {"key": "colwise", "value": "rowwise"}
-    # As `RELATIVES`: the models whose tensors are refused.
-    _relatives = RELATIVES
+    # package only
+    _relatives = RELATIVES  # the models whose tensors are refused
 
     # From other packages. The trainer has no limit on the length of a text. Halving the residual stream every few
     # layers, as in float16, does not change the output.

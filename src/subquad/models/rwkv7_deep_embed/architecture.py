@@ -59,8 +59,8 @@ RWKV7_DEEP_EMBED = Architecture(
     ),
     recipe=RWKV7.recipe,  # no trainer of these models is published
     vllm=Serving(
-        refusal="its blocks look up rows of tables by token ids, which vLLM gives only to the first layer, and the keys "
-        "of RWKV-7b are narrower than its values"
+        refusal="its blocks look up rows of tables by token ids, which vLLM gives only to the first layer, and the "
+        "keys of RWKV-7b are narrower than its values"
     ),
     support=Support(
         checkpoints="`.pth` of the trainer",

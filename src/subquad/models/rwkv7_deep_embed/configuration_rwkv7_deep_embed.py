@@ -39,6 +39,7 @@ class Rwkv7DeepEmbedConfig(Rwkv7Config):
 
     model_type = "rwkv7_deep_embed"
     _feed_forward = {**Rwkv7Config._feed_forward, "s0": "rowwise", "s2": "rowwise"}
+    # package only
     _relatives = OTHER_RELATIVES
 
     deep_embed_rank: int = 32
