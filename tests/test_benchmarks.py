@@ -217,6 +217,19 @@ def test_the_start_is_measured(scripts, tmp_path):
 
 
 @pytest.mark.thorough
+@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's numbers")
+def test_tables_are_measured(scripts, capsys):
+    scripts("deep_embed").main(["--quick", "--variants", "7b", "--contexts", "4", "--rounds", "1", "--tokens", "2"])
+    lines = capsys.readouterr().out.splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| ")][2:]
+    assert [row[0] for row in rows] == [
+        *("Goose", "Goose, in torch", "7b, tables as in checkpoints", "7b, merged", "7b, merged, mapped"),
+    ]
+    assert all(float(number) > 0 for row in rows for number in row[2:5])
+    assert sum("6 rows of a token" in line for line in lines) == 2
+
+
+@pytest.mark.thorough
 def test_the_loss_of_int8_is_measured(scripts, tmp_path):
     scripts("quantised").main(["--quick", "--models", "finch-abc", "--out", str(tmp_path)])
     rows = json.loads((tmp_path / "quantised.json").read_text())["rows"]

@@ -40,6 +40,7 @@ SPLIT = {
     "rwkv5": ("rwkv5", {"hidden_size": 64}),
     "rwkv6": ("rwkv6", {"hidden_size": 64}),
     "rwkv7": ("rwkv7", {"hidden_size": 64}),
+    "rwkv7b": ("rwkv7_deep_embed", {"hidden_size": 64}),
     "raven": ("raven", RAVEN),
     "raven-swa": ("raven", RAVEN | {"router": "swa"}),
     "gecko": ("gecko", GECKO),

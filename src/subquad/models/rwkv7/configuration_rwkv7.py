@@ -76,8 +76,8 @@ class Rwkv7Config(CheckedConfig):
         **dict.fromkeys(("w0", "w2", "a0", "a2", "v0", "v2", "g2", "k_k", "k_a"), "rowwise"),
         **dict.fromkeys(("r_k", "ln_x.weight", "ln_x.bias"), "colwise"),
     }
-    # What splits the channel mixing, by its inner width.
-    _feed_forward = {"key": "colwise", "value": "rowwise"}
+    # How the other parts of a block are split.
+    _block_plan = {"ffn.key": "colwise", "ffn.value": "rowwise"}
     # package only
     _relatives = RELATIVES  # the models whose tensors are refused
 
@@ -171,7 +171,7 @@ class Rwkv7Config(CheckedConfig):
         return {
             "emb": "embedding_rowwise",
             **plan_heads("blocks.*.att", into, "output", self._head_parameters, split),
-            **{f"blocks.*.ffn.{name}": style for name, style in self._feed_forward.items()},
+            **{f"blocks.*.{name}": style for name, style in self._block_plan.items()},
         }
 
     def validate_architecture(self):

@@ -59,7 +59,7 @@ RWKV7_DEEP_EMBED = Architecture(
     ),
     recipe=RWKV7.recipe,  # no trainer of these models is published
     vllm=Serving(
-        refusal="its blocks look up rows of tables by token ids, which vLLM gives only to the first layer, and the "
+        refusal="its blocks look up rows of tables by token ids, which the blocks of the plug-in do not get, and the "
         "keys of RWKV-7b are narrower than its values"
     ),
     support=Support(
@@ -67,7 +67,7 @@ RWKV7_DEEP_EMBED = Architecture(
         parity="the authors' demos; RWKV-7a: the package `rwkv`",
         state="RWKV-7a: constant; RWKV-7b: a key and a value per token",
         dtypes="yes (states in float32, keys and values not)",
-        tensor_parallel="heads, states; tables and attention are not split",
+        tensor_parallel="heads, states, tables; attention is not split",
         export="prefill and decoding; not in ONNX",
     ),
     presets={"rwkv7a-0.1b": SIZES, "rwkv7b-0.1b": {**SIZES, "dea_size": 256}},

@@ -38,7 +38,6 @@ class Rwkv7DeepEmbedConfig(Rwkv7Config):
     """
 
     model_type = "rwkv7_deep_embed"
-    _feed_forward = {**Rwkv7Config._feed_forward, "s0": "rowwise", "s2": "rowwise"}
     # package only
     _relatives = OTHER_RELATIVES
 
@@ -47,6 +46,19 @@ class Rwkv7DeepEmbedConfig(Rwkv7Config):
     dea_rank: int = 32
     dea_soft_cap: float = 64.0
     merged_tables: bool = False
+
+    @property
+    def _block_plan(self) -> dict[str, str]:
+        """Tables are split by rows, as embeddings are. Every process gets the whole output of the other layers."""
+        tables = ("ffn.s_emb", *(() if self.dea_size is None else ("qkv.k_emb", "qkv.v_emb")))
+        layers = [] if self.merged_tables else [f"{table}_x" for table in tables]
+        layers += [] if self.dea_size is None else ["qkv.qq"]
+        return {
+            **super()._block_plan,
+            **{"ffn.s0": "rowwise", "ffn.s2": "rowwise"},
+            **dict.fromkeys(tables, "embedding_rowwise"),
+            **dict.fromkeys(layers, "colwise_gather_output"),
+        }
 
     def validate_architecture(self):
         """Raises a ValueError if sizes do not fit together, before any tensor is created."""

@@ -14,6 +14,8 @@ from torch import nn
 from transformers import initialization as init
 from transformers.utils.output_capturing import capture_outputs
 
+from subquad_kernels import low_rank, matmul
+
 from ...modeling.arguments import checks_arguments
 from ...modeling.cache import RecurrentCache
 from ...modeling.layers import LayerNorm, Linear, wide_dtype, widen
@@ -106,7 +108,7 @@ class Rwkv7DeepEmbedChannelMixing(Rwkv7ChannelMixing):
     ) -> torch.Tensor:
         """x and x0 (batch, length, hidden_size); the output has the same shape."""
         rows = look_up(self.s_emb, self.s_emb_x, inputs, x0, x.dtype)
-        e = (x @ self.s1).unsqueeze(-2) @ torch.unflatten(rows, -1, (self.rank, self.rank))
+        e = matmul(x, self.s1).unsqueeze(-2) @ torch.unflatten(rows, -1, (self.rank, self.rank))
         factor = times_own_columns(e.squeeze(-2), self.s2) + local_part(self.s0)
         return self.value(self.activate(x, inputs.tokens, state) * factor)
 
@@ -163,8 +165,8 @@ class Rwkv7DeepEmbedDea(nn.Module):
         # Nothing normalises the stream: in float16 the products need its range.
         k1, k2, v1, v2 = (weight.to(x.dtype) for weight in (self.k1, self.k2, self.v1, self.v2))
         q = self.qq(x)
-        k = (x @ k1) @ k2 * look_up(self.k_emb, self.k_emb_x, inputs, x0, x0.dtype)
-        v = ((x @ v1) @ v2).tanh() * look_up(self.v_emb, self.v_emb_x, inputs, x0, x0.dtype)
+        k = low_rank(x, k1, k2) * look_up(self.k_emb, self.k_emb_x, inputs, x0, x0.dtype)
+        v = low_rank(x, v1, v2, outer="tanh") * look_up(self.v_emb, self.v_emb_x, inputs, x0, x0.dtype)
 
         # The token shift follows the products with the tables, and comes before the norms.
         qkv, last = torch.cat((q, k, v), dim=-1), state.get("qkv_shift")
@@ -282,8 +284,8 @@ class Rwkv7DeepEmbedPreTrainedModel(Rwkv7PreTrainedModel):
         model as it was. `save_pretrained` saves them, and such a directory loads as any other.
 
         Raises:
-            ValueError: if they are merged already, are mapped from a file, or another layer has taken the place of a
-                product's, such as an adapter or an integer layer.
+            ValueError: if they are merged already, offloaded or mapped from a file, or if another layer, such as an
+                adapter or an integer layer, has taken the place of a table, a product or the embeddings.
         """
         if self.config.merged_tables:
             raise ValueError("The tables are merged already.")
@@ -294,6 +296,8 @@ class Rwkv7DeepEmbedPreTrainedModel(Rwkv7PreTrainedModel):
                 raise ValueError(
                     f"`{name}_x` is of class {type(layer).__name__}: tables are merged with plain weights only."
                 )
+            if tables[name].weight.is_meta or layer.weight.is_meta:
+                raise ValueError(f"`{name}` is not in memory. Merge the tables of a model that is not offloaded.")
         embeddings, ln0 = self.get_input_embeddings(), self.base_model.blocks[0].ln0
         if type(embeddings) is not nn.Embedding:
             raise ValueError(
