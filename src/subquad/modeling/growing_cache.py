@@ -107,11 +107,14 @@ class GrowingCache(CountingCache):
             held = x.new_zeros(x.shape[0], room, *x.shape[2:])
         elif held.shape[1] < room:
             held = with_capacity(held, room - held.shape[1])
-        position = expand_to(position.clamp_min(0), x).expand_as(x)  # padding adds zero at any position
-        x = x.to(held.dtype)
+        # Padding adds zero at any position. (A CPU copies all of a 16-bit tensor to scatter into it.)
+        rows = torch.arange(x.shape[0], device=x.device)[:, None] * held.shape[1]
+        index, x = (position.clamp_min(0) + rows).flatten(), x.to(held.dtype).flatten(0, 1)
         # In place, to avoid copying a long text for every token, unless a backward pass may need the old state.
-        modify = layer.can_modify(name, held)
-        held = held.scatter_add_(1, position, x) if modify else held.scatter_add(1, position, x)
+        if layer.can_modify(name, held):
+            held.flatten(0, 1).index_add_(0, index, x)
+        else:
+            held = held.flatten(0, 1).index_add(0, index, x).view_as(held)
         layer.write(name, held)
         layer.note_alias(name)
         return held

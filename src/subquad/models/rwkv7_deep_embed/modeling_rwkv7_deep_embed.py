@@ -118,11 +118,12 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
     Softmax attention whose scores are capped: q (batch, length, size), k (batch, keys, size), v (batch, keys, width)
     and a mask (batch or 1, length, keys), True where a query sees a key. Returns (batch, length, width).
     """
-    keys = k.to(wide_dtype(k)).mT
+    # All of it at least in float32, which is also faster on a CPU: in 16 bits each number of keys is compiled anew.
+    keys, values = k.to(wide_dtype(k)).mT, v.to(wide_dtype(v))
 
     def attend_from(q: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         scores = (q.to(keys.dtype) @ keys).mul(1 / (cap * math.sqrt(q.shape[-1]))).tanh().mul(cap)
-        return scores.masked_fill(~mask, -torch.inf).softmax(-1).to(v.dtype) @ v
+        return (scores.masked_fill(~mask, -torch.inf).softmax(-1) @ values).to(v.dtype)
 
     if torch.compiler.is_compiling() or q.shape[0] * q.shape[1] * k.shape[1] <= MOST_SCORES:
         return attend_from(q, mask)
