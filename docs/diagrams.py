@@ -74,8 +74,8 @@ DIAGRAMS = {
     ),
     "rwkv7_deep_embed": Diagram(
         "A block of RWKV-7b",
-        "Goose's time mixing and one head of attention read the stream; the channel mixing has a factor. Rows of tables, "
-        "by token id, make the keys, the values and the factor. RWKV-7a has no attention.",
+        "Goose's time mixing and one head of attention read the stream; the channel mixing has a factor. Rows of "
+        "tables, by token id, make the keys, the values and the factor. RWKV-7a has no attention.",
         _rows(
             [("time mixing", "as in Goose", True), ("attention", "capped scores; keys of all tokens", True)],
             [("k, v × rows of two tables", "by token id; RWKV-7b alone")],
