@@ -10,8 +10,7 @@ from subquad_kernels.tracing import can_read_values
 from .counting_cache import CountingCache
 from .layer_state import LayerState
 from .padding import expand_to
-from .positions import TokenPositions
-from .ring import entries_at, with_capacity
+from .ring import with_capacity
 from .state_file import ModelIdentity
 
 
@@ -107,26 +106,16 @@ class GrowingCache(CountingCache):
             held = x.new_zeros(x.shape[0], room, *x.shape[2:])
         elif held.shape[1] < room:
             held = with_capacity(held, room - held.shape[1])
-        # Padding adds zero at any position. (A CPU copies all of a 16-bit tensor to scatter into it.)
         rows = torch.arange(x.shape[0], device=x.device)[:, None] * held.shape[1]
+        # Padding adds zero at any position. A CPU would copy all of a 16-bit tensor to scatter into it.
         index, x = (position.clamp_min(0) + rows).flatten(), x.to(held.dtype).flatten(0, 1)
-        # In place, to avoid copying a long text for every token, unless a backward pass may need the old state.
-        if layer.can_modify(name, held):
+        if layer.can_modify(name, held):  # for a long text, a copy for every token would take long
             held.flatten(0, 1).index_add_(0, index, x)
         else:
             held = held.flatten(0, 1).index_add(0, index, x).view_as(held)
         layer.write(name, held)
         layer.note_alias(name)
         return held
-
-    def restart(self, layer: LayerState, name: str, x: torch.Tensor, positions: TokenPositions) -> None:
-        """Stores x (batch, length, ...) for each row's last packed document, which may continue the cache."""
-        held, wanted = layer.get(name), torch.arange(self.capacity_for(x.shape[1]), device=x.device)[None]
-        if held is None:
-            held = x.new_zeros(x.shape[0], wanted.shape[1], *x.shape[2:])
-        held = with_capacity(held, wanted.shape[1] - held.shape[1])
-        held = entries_at(held, x, wanted.expand(x.shape[0], -1), positions.kept_position, positions.kept)
-        layer.write(name, held.masked_fill(expand_to(wanted > positions.kept_position[:, -1:], x), 0.0))
 
     # package only
     def find_fault(self, config: PreTrainedConfig, states: dict[str, torch.Tensor], tokens: int) -> str | None:

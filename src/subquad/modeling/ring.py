@@ -27,6 +27,15 @@ def entries_at(
     return torch.where(expand_to(brought, x), x.gather(1, index).to(held.dtype), held)
 
 
+def restart(layer: LayerState, name: str, x: torch.Tensor, positions: TokenPositions, room: int) -> None:
+    """Stores x (batch, length, ...) of each row's last packed document by position in a state (batch, room, ...)."""
+    held, wanted = layer.get(name), torch.arange(room, device=x.device)[None]
+    held = x[:, :0] if held is None else held
+    held = with_capacity(held, room - held.shape[1])
+    held = entries_at(held, x, wanted.expand(x.shape[0], -1), positions.kept_position, positions.kept)
+    layer.write(name, held.masked_fill(expand_to(wanted > positions.kept_position[:, -1:], x), 0.0))
+
+
 def ring_state(
     ring: torch.Tensor | None, x: torch.Tensor, position: torch.Tensor, real: torch.Tensor, window: int
 ) -> torch.Tensor:

@@ -10,6 +10,7 @@ from transformers.utils.generic import is_flash_attention_requested
 from ...modeling.layer_state import LayerState
 from ...modeling.padding import Tokens
 from ...modeling.positions import TokenPositions
+from ...modeling.ring import restart
 from .cache_raven import RavenCache
 from .configuration_raven import RavenConfig
 
@@ -98,7 +99,7 @@ class RavenPositions(TokenPositions):
             room = cache.capacity_for(x.shape[1])
             return cache.append(state, name, self.tokens.zero_padding(x), self.position, room)[:, : reach.room]
         read = torch.cat((state.get(name)[:, : reach.room], x), dim=1) if reach.room else x
-        cache.restart(state, name, x, self)
+        restart(state, name, x, self, cache.capacity_for(x.shape[1]))
         return read
 
 
@@ -122,10 +123,7 @@ def find_reach(positions: RavenPositions, window: int | None, cache: RavenCache 
     """The reach of attention over a window; `flash`: for flash attention, which takes no mask."""
     packed, padded = positions.document is not None, positions.tokens.mask is not None
     alike = not (packed or padded or flash) and (cache is None or cache.same_lengths)
-    rows, length = (
-        1 if alike else positions.tokens.batch,
-        positions.tokens.length,
-    )  # one row for all if they are equal
+    rows, length = 1 if alike else positions.tokens.batch, positions.tokens.length  # one row for all if equal
     position, kept, device = positions.position[:rows], positions.kept[:rows], positions.position.device
     own, held, room = True, None, 0
     before = torch.zeros(rows, 0, dtype=torch.long, device=device)  # the positions of the keys of a cache

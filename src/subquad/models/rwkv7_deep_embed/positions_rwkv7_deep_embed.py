@@ -7,6 +7,7 @@ import torch
 from ...modeling.padding import Tokens
 from ...modeling.positions import Movable, TokenPositions
 from ...modeling.protocols import BlockState
+from ...modeling.ring import restart
 from .cache_rwkv7_deep_embed import Rwkv7DeepEmbedCache
 
 
@@ -40,7 +41,7 @@ class Reach(Movable):
             x = self.positions.tokens.zero_padding(x)
             return cache.append(state, name, x, self.positions.position, self.room)[:, : self.held]
         read = torch.cat((state.get(name)[:, : self.held].to(x.dtype), x), dim=1) if self.held else x
-        cache.restart(state, name, x, self.positions)
+        restart(state, name, x, self.positions, self.room)
         return read
 
 
