@@ -89,8 +89,9 @@ def find_auto_class(name: str, path: Path | str, images: bool) -> str:
         return "AutoModelForCausalLM"
     if (architecture := REGISTRY.get(model_type)) is None:
         raise UsageError(f"{name} is of type {model_type}, which is none of {', '.join(REGISTRY)}.")
-    if architecture.is_encoder:
-        raise UsageError(f"{name} is of type {model_type}, an encoder, which does not generate text.")
+    if not architecture.generates:
+        kind = "an encoder" if architecture.is_encoder else architecture.title
+        raise UsageError(f"{name} is of type {model_type}, {kind}, which does not generate text.")
     if images and architecture.processor is None:
         raise UsageError(f"{name} is of type {model_type}, which does not read images; leave out --image.")
     return architecture.lm_auto_class

@@ -11,7 +11,7 @@ WORLD_VOCAB_FILE = str(Path(__file__).parent / "data" / WORLD_VOCAB_FILE_NAME)
 # The longest literal of a token that is read. The longest one of World has 131 characters.
 MAX_LITERAL = 2**14
 # Types of the models that were trained with it.
-WORLD_MODEL_TYPES = ("rwkv5", "rwkv6", "rwkv7", "visual_rwkv")
+WORLD_MODEL_TYPES = ("rwkv5", "rwkv6", "rwkv7", "rwkv7_embedding", "rwkv7_reranker", "visual_rwkv")
 
 
 def read_vocabulary(path) -> list[bytes]:

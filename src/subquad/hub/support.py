@@ -9,8 +9,14 @@ def _auto_classes(architecture: Architecture) -> str:
     return ", ".join(f"`{name.replace('AutoModelFor', '...For')}`" for name in architecture.heads)
 
 
-def _unless_encoder(architecture: Architecture) -> str:
-    return "no: an encoder" if architecture.is_encoder else "yes"
+def _if_it_generates(architecture: Architecture) -> str:
+    if architecture.generates:
+        return "yes"
+    return "no: an encoder" if architecture.is_encoder else "no: it generates no text"
+
+
+def _padding(architecture: Architecture) -> str:
+    return "padding; a row has one text" if architecture.embedder else "yes"
 
 
 def _always(architecture: Architecture) -> str:
@@ -28,12 +34,12 @@ TABLES: dict[str, dict[str, Callable[[Architecture], str]]] = {
         "loads or converts": _field("checkpoints"),
         "logits within 1e-4 of": _field("parity"),
         "state between two tokens": _field("state"),
-        "greedy, sampling, beam search, assisted and prompt-lookup decoding, continuing from a cache": _unless_encoder,
-        "left and right padding, packed documents (`cu_seqlens`, restarting `position_ids`), exact": _always,
+        "greedy, sampling, beam search, assisted and prompt-lookup decoding, continuing from a cache": _if_it_generates,
+        "left and right padding, packed documents (`cu_seqlens`, restarting `position_ids`), exact": _padding,
         "training, gradient checkpointing, `torch.compile(fullgraph=True)`": _always,
         "float32, bfloat16, float16": _field("dtypes"),
-        "decoding on a CPU by a C library that is compiled at first use": _unless_encoder,
-        'decoding step compiled into one graph on a GPU (`cache_implementation="static"`)': _unless_encoder,
+        "decoding on a CPU by a C library that is compiled at first use": _if_it_generates,
+        'decoding step compiled into one graph on a GPU (`cache_implementation="static"`)': _if_it_generates,
     },
     "tools": {
         "PEFT: LoRA, DoRA, AdaLoRA, VeRA, (IA)³": _field("adapters"),

@@ -13,6 +13,8 @@ from .rwkv5 import *
 from .rwkv6 import *
 from .rwkv7 import *
 from .rwkv7_deep_embed import *
+from .rwkv7_embedding import *
+from .rwkv7_reranker import *
 from .visual_rwkv import *
 
 

@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 MODELS = Path(__file__).parent
-# The Auto classes of language models: causal, masked (an encoder), and one that also reads images.
-LM_AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForImageTextToText")
+# The Auto classes of models that generate text: causal, and one that also reads images.
+GENERATING = ("AutoModelForCausalLM", "AutoModelForImageTextToText")
+# The Auto class of a whole model is the first of these that it has. Rerankers and embedding models have the last two.
+LM_AUTO_CLASSES = (*GENERATING, "AutoModelForMaskedLM", "AutoModelForSequenceClassification", "AutoModel")
 
 
 @dataclass(frozen=True)
@@ -233,6 +235,8 @@ class Architecture:
         vllm: see [`Serving`].
         inspection: the module in the folder that shows the memory's content after a text, for `subquad
             inspect-memory`; None if there is none.
+        embedder: of models that have an embedding model in them or are one: the beginnings of the names of its
+            weights. Its states and embeddings depend on no others.
     """
 
     model_type: str
@@ -256,6 +260,7 @@ class Architecture:
     other_names: str | None = None
     fused: FusedModel | None = None
     inspection: str | None = None
+    embedder: tuple[str, ...] = ()
     float_layers: tuple[str, ...] = ()
 
     @property
@@ -283,13 +288,18 @@ class Architecture:
 
     @property
     def lm_auto_class(self) -> str:
-        """Name of the Auto class of the language model."""
+        """Name of the Auto class of the language model; of a model without one, of the whole model."""
         return next(name for name in LM_AUTO_CLASSES if name in self.heads)
 
     @property
     def is_encoder(self) -> bool:
         """Whether the language model fills masks and generates no text."""
         return self.lm_auto_class == "AutoModelForMaskedLM"
+
+    @property
+    def generates(self) -> bool:
+        """Whether the model generates text."""
+        return self.lm_auto_class in GENERATING
 
     def load(self, name: str) -> Any:
         """One of the public names, imported."""
