@@ -36,6 +36,8 @@ DIRECTORY_FILES = (
 HUB_FILES = ("model.safetensors", "pytorch_model.bin")
 # Suffixes of safetensors files; the second is web-rwkv's.
 SAFETENSORS = (".safetensors", ".st")
+# The only entries of a file that may be lists of integers.
+LISTS = ("reranker_layer_idx",)
 # Parts that DistributedDataParallel and torch.compile add to names.
 WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.)+|(?<=\.)_orig_mod\.")
 
@@ -63,12 +65,14 @@ class Checkpoint:
         settings: contents of the `config.json` beside a Hub model's weights, or of the header of a GGUF file; {} if
             there is none.
         vocabulary: reads the tokenizer in a GGUF file; None for other files.
+        lists: the entries of a PyTorch file that are lists of integers. They count as settings of the model.
     """
 
     path: Path
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     vocabulary: Callable[[], Vocabulary | None] | None = None
+    lists: dict[str, list[int]] = field(default_factory=dict)
     _readers: dict[str, tuple[Path, Callable[[], torch.Tensor]]] = field(default_factory=dict, repr=False)
 
     @property
@@ -165,7 +169,8 @@ def _open_file(checkpoint: Checkpoint, file: Path, names: set[str] | None, stack
         stored, checkpoint.settings, checkpoint.vocabulary = open_gguf(file)
         found = {name: (TensorInfo(shape, dtype), reader) for name, (shape, dtype, reader) in stored.items()}
     else:
-        found = _open_torch(file)
+        found, lists = _open_torch(file)
+        checkpoint.lists |= lists
     if names is not None and (lost := sorted(names - found.keys())):
         raise ConversionError(f"{file} lacks tensors that the index has for it: {', '.join(map(repr, lost[:5]))}.")
     for name, (info, reader) in found.items():
@@ -181,18 +186,22 @@ def _open_safetensors(file: Path, stack: ExitStack) -> dict[str, tuple[TensorInf
     }
 
 
-def _open_torch(file: Path) -> dict[str, tuple[TensorInfo, Any]]:
+def _open_torch(file: Path) -> tuple[dict[str, tuple[TensorInfo, Any]], dict[str, list[int]]]:
+    """The tensors of a file, and its lists of integers."""
     with as_conversion_error():
         content = open_pytorch(file)
-    found = {}
+    found, lists = {}, {}
     for name, tensor in content.items():
+        if name in LISTS and isinstance(tensor, list) and all(type(number) is int for number in tensor):
+            lists[name] = tensor
+            continue
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor) or not is_dense(tensor):
             raise ConversionError(
                 f"{file} must hold named dense tensors only, found {name!r}: {type(tensor).__name__}.{_hint(content)}"
             )
         dtype = tensor.dtype if tensor.dtype in DTYPES.values() else str(tensor.dtype).removeprefix("torch.")
         found[name] = (TensorInfo(tuple(tensor.shape), dtype), content.__getitem__)
-    return found
+    return found, lists
 
 
 def _hint(content: dict[Any, Any]) -> str:

@@ -17,9 +17,10 @@ import subquad.quantization.quantized
 from subquad.hub.foreign_files import check_links
 from subquad.hub.loading import NameMap
 from subquad.hub.weight_files import check_finite
+from subquad.models import REGISTRY
 from subquad.quantization.methods import METHODS, SCALE
 
-from .adapter_files import SETTINGS, Change, merge, open_adapter
+from .adapter_files import SETTINGS, Change, is_adapter_directory, merge, open_adapter
 from .checkpoint import Checkpoint, open_checkpoint, read_json
 from .errors import ConversionError, as_conversion_error
 from .formats import (
@@ -33,7 +34,7 @@ from .formats import (
     object_in,
     one_line,
 )
-from .registry import find_format, find_target, open_source, trainer_layout
+from .registry import find_format, find_target, needs_base, open_source, trainer_layout
 from .targets import (
     FILES,
     WEIGHTS_ONLY,
@@ -108,7 +109,7 @@ def recognise(source: str | os.PathLike) -> Recognised:
     """
     with as_conversion_error(), open_source(source) as checkpoint:
         known = find_format(checkpoint)
-        given = known.with_options(checkpoint.settings, {})
+        given = known.with_options(checkpoint.settings | checkpoint.lists, {})
         return _recognised(checkpoint, known, known.plan(checkpoint.tensors, given))
 
 
@@ -167,7 +168,8 @@ def convert(
         grid_size: sets that field of VisualRWKV's configuration, not stored in tensors; by default -1, all patches.
             With Goose it is the square root of the trainer's `num_token_per_image`.
         base: the base model of `source`, an adapter, in any format of a source. They are merged. An adapter
-            is a file of RWKV-PEFT (LoRA, PiSSA, Bone, DiSHA) or a directory of PEFT (LoRA, MiSS).
+            is a file of RWKV-PEFT (LoRA, PiSSA, Bone, DiSHA) or a directory of PEFT (LoRA, MiSS). Or the embedding
+            model of `source`, a reranker of EmbeddingRWKV: both become one model.
         lora_alpha: alpha of a LoRA in a file of RWKV-PEFT, which is not stored there: W + alpha / rank * B A.
         pissa_init: the file `init_pissa.pth` that RWKV-PEFT wrote when it began to train a PiSSA adapter.
         max_shard_size: largest size of a weight file in bytes, as a number or like `5GB`, the default.
@@ -201,8 +203,14 @@ def convert(
         raise ConversionError(f"`lora_alpha` must be a positive number, got {lora_alpha!r}.")
 
     with as_conversion_error(), ExitStack() as stack:
-        checkpoint = stack.enter_context(open_source(source if base is None else base, vision_tower))
-        adapter = None if base is None else stack.enter_context(open_adapter(Path(source)))
+        is_part = base is not None and not is_adapter_directory(Path(source)) and needs_base(source)
+        for argument, value in (("lora_alpha", lora_alpha), ("pissa_init", pissa_init)):
+            if is_part and value is not None:
+                raise ConversionError(f"`{argument}` is for an adapter, and {source} is none.")
+        is_adapter = base is not None and not is_part
+        rest = Path(base) if is_part else None
+        checkpoint = stack.enter_context(open_source(base if is_adapter else source, vision_tower, rest))
+        adapter = stack.enter_context(open_adapter(Path(source))) if is_adapter else None
         known = find_format(checkpoint)
         target = None if to == "directory" else find_target(known.model_type, to)
         given = checkpoint.settings
@@ -214,7 +222,7 @@ def convert(
             given = read_json(Path(config))
         known.check_type(given, Path(config or checkpoint.path))
         options = {"vision_tower": vision_tower, "head_size_divisor": head_size_divisor, "grid_size": grid_size}
-        given = known.with_options(given, {name: value for name, value in options.items() if value is not None})
+        given = known.with_options(given | checkpoint.lists, {name: value for name, value in options.items() if value is not None})
 
         plan = known.plan(checkpoint.tensors, given)
         _check_twins(checkpoint, plan.twins)
@@ -268,7 +276,7 @@ def convert(
         if quantize is not None:
             outputs = _quantized(outputs, model_config, quantize)
         generation_config = None
-        if to not in WEIGHTS_ONLY and subquad.lm_auto_class(known.model_type) != "AutoModelForMaskedLM":
+        if to not in WEIGHTS_ONLY and REGISTRY[known.model_type].generates:
             generation_config, generation_notes = _build_generation_config(checkpoint, model_config)
             if not hasattr(generation_config, "chat_stops") and (stops := chosen.chat_stops()) is not None:
                 generation_config.chat_stops = stops

@@ -225,7 +225,13 @@ class Format:
 
     # --- for formats with several files ---
 
-    def gather(self, checkpoint: Checkpoint, stack: ExitStack, vision_tower: Path | None) -> Checkpoint | None:
+    def needs_base(self, tensors: Tensors) -> bool:
+        """Whether a checkpoint is a part of a model of this format, to be read together with another one."""
+        return False
+
+    def gather(
+        self, checkpoint: Checkpoint, stack: ExitStack, vision_tower: Path | None, base: Path | None
+    ) -> Checkpoint | None:
         """
         The checkpoint together with its tensors in other files, which `stack` keeps open; None if this format has
         nothing to add. Called before the format of the checkpoint is known.

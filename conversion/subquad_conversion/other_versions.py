@@ -113,6 +113,7 @@ OTHER_VISUAL = (
 
 # The first match wins.
 REFUSALS = (
+    Refusal("EmbeddingRWKV's reranker by products of states", lambda tensors: _starts(tensors, "ranking_head.")),
     *OTHER_VISUAL,
     *(Refusal(title, partial(_is_relative_of_goose, pattern)) for pattern, title in OTHER_RELATIVES.items()),
     Refusal(

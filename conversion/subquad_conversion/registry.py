@@ -21,6 +21,7 @@ from . import (
     rwkv6_web,
     rwkv7,
     rwkv7_deep_embed,
+    rwkv7_embedding,
     rwkv7_gguf,
     visual_rwkv,
     visual_rwkv7,
@@ -44,6 +45,7 @@ FORMATS: tuple[Format, ...] = (
     *rwkv7.FORMATS,
     *rwkv7_deep_embed.FORMATS,
     rwkv7_gguf.FORMAT,
+    *rwkv7_embedding.FORMATS,
     avey.FORMAT,
     avey_b.HUB_FORMAT,
     avey_b.PAPER_FORMAT,
@@ -55,12 +57,15 @@ FORMATS: tuple[Format, ...] = (
 
 
 @contextmanager
-def open_source(source: str | Path, vision_tower: Path | None = None) -> Iterator[Checkpoint]:
+def open_source(
+    source: str | Path, vision_tower: Path | None = None, base: Path | None = None
+) -> Iterator[Checkpoint]:
     """
     As [`open_checkpoint`], including tensors of `source` in other files.
 
     Args:
         vision_tower: directory of a CLIP model, to be read with a VisualRWKV that has no vision tower.
+        base: the model of which `source` is a part, see [`needs_base`].
 
     Raises:
         ConversionError: also if one of these files is missing or does not fit.
@@ -69,8 +74,14 @@ def open_source(source: str | Path, vision_tower: Path | None = None) -> Iterato
         raise ConversionError(describe_directory(Path(source)))
     with ExitStack() as stack:
         checkpoint = stack.enter_context(open_checkpoint(source))
-        gathered = (known.gather(checkpoint, stack, vision_tower) for known in FORMATS)
+        gathered = (known.gather(checkpoint, stack, vision_tower, base) for known in FORMATS)
         yield next(filter(None, gathered), checkpoint)
+
+
+def needs_base(source: str | Path) -> bool:
+    """Whether a checkpoint is a part of a model, to be read together with the rest."""
+    with open_checkpoint(source) as checkpoint:
+        return any(known.needs_base(checkpoint.tensors) for known in FORMATS)
 
 
 def find_target(model_type: str, name: str) -> Format:

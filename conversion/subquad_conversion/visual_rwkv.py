@@ -168,7 +168,9 @@ class VisualFormat(Format):
 
     # --- other files ---
 
-    def gather(self, checkpoint: Checkpoint, stack: ExitStack, vision_tower: Path | None) -> Checkpoint | None:
+    def gather(
+        self, checkpoint: Checkpoint, stack: ExitStack, vision_tower: Path | None, base: Path | None
+    ) -> Checkpoint | None:
         """
         Adds the other file of an export, and the tower of the CLIP model in the directory `vision_tower`. All tensors
         get the names of a single file.

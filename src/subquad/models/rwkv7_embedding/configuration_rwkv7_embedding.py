@@ -6,6 +6,12 @@ from ..rwkv7.configuration_rwkv7 import Rwkv7Config
 
 
 TASKS = ("cls", "sts", "retr")
+# The texts of training: a query to be embedded; and a pair to be scored, whose document comes first. No token of the
+# World vocabulary extends over the line break between the two parts, so the parts have the ids of the whole.
+INSTRUCTION = "Given a query, retrieve documents that answer the query"
+QUERY = "Instruct: {instruction}\nQuery: {query}"
+DOCUMENT = "Instruct: {instruction}\nDocument: {document}\n"
+QUERY_AFTER_DOCUMENT = "Query: {query}"
 
 
 @strict
@@ -29,8 +35,13 @@ class Rwkv7EmbeddingConfig(Rwkv7Config):
     end_token_id: int = 65535
     tasks: list[str] | tuple[str, ...] = TASKS
     default_task: str = "retr"
-    eos_token_id: int | list[int] | None = 65535
+    eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = 0
+
+    def __post_init__(self, **kwargs):
+        if self.eos_token_id is None:
+            self.eos_token_id = self.end_token_id
+        super().__post_init__(**kwargs)
 
     def validate_architecture(self):
         """Raises a ValueError if sizes do not fit together, before any tensor is created."""

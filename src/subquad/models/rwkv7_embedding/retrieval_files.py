@@ -1,0 +1,115 @@
+"""Files beside the weights: the tokenizer, and what sentence-transformers reads. It needs no code from here."""
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import AddedToken
+
+from .configuration_rwkv7_embedding import DOCUMENT, INSTRUCTION, QUERY
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+END = "<|embedding|>"  # the name of the token that ends texts
+# The longest text in training. Of longer ones, the end was kept.
+MAX_LENGTH = 2048
+MODULES = [
+    # The argument `task` of `encode` chooses the head.
+    ("", "sentence_transformers.base.modules.transformer.Transformer", {"kwargs": ["task"]}),
+    ("1_Normalize", "sentence_transformers.base.modules.normalize.Normalize", {}),
+]
+PAIR_TEMPLATE = (
+    "{%- set text = namespace(document='', query='') -%}"
+    "{%- for message in messages -%}"
+    "{%- if message['role'] == 'document' -%}{%- set text.document = message['content'] -%}"
+    "{%- elif message['role'] == 'query' -%}{%- set text.query = message['content'] -%}"
+    "{%- else -%}{{ raise_exception('The roles are document and query, got ' ~ message['role'] ~ '.') }}{%- endif -%}"
+    "{%- endfor -%}"
+    "{{- 'START' ~ text.document ~ '\n' ~ 'QUERY' ~ text.query ~ eos_token -}}"
+)
+
+
+def save_embedding_files(
+    directory: str | os.PathLike, tokenizer: "PreTrainedTokenizerBase", end_token_id: int = 65535
+) -> None:
+    """
+    Saves the tokenizer of an embedding model beside its weights, and the files with which
+    `SentenceTransformer(directory)` computes embeddings by stock modules.
+
+    Args:
+        tokenizer: one of this package's, such as a new `RwkvWorldTokenizerFast`. It is changed: it ends every text
+            with a token of that id.
+
+    Raises:
+        ValueError: if the tokenizer has another token with that id.
+    """
+    directory = Path(directory)
+    _add_end(tokenizer, end_token_id, chat_template=None)
+    tokenizer.add_eos_token = True
+    if tokenizer("a")["input_ids"][-1] != end_token_id:
+        raise ValueError(f"{type(tokenizer).__name__} does not end texts with a token of its own.")
+    (directory / "chat_template.jinja").unlink(missing_ok=True)  # of the tokenizer before
+    tokenizer.save_pretrained(directory)
+    modules = [
+        {"idx": number, "name": str(number), "path": path, "type": kind, **more}
+        for number, (path, kind, more) in enumerate(MODULES)
+    ]
+    _write(directory / "modules.json", modules)
+    text = {"method": "forward", "method_output_name": "pooler_output"}
+    _write(
+        directory / "sentence_bert_config.json",
+        {
+            "transformer_task": "feature-extraction",
+            "modality_config": {"text": text},
+            "module_output_name": "sentence_embedding",
+        },
+    )
+    _write(
+        directory / "config_sentence_transformers.json",
+        {
+            "model_type": "SentenceTransformer",
+            "prompts": {"query": QUERY.format(instruction=INSTRUCTION, query=""), "document": ""},
+            "default_prompt_name": None,
+            "similarity_fn_name": "cosine",
+        },
+    )
+
+
+def save_reranker_files(
+    directory: str | os.PathLike, tokenizer: "PreTrainedTokenizerBase", end_token_id: int = 65535
+) -> None:
+    """
+    Saves the tokenizer of a reranker beside its weights, with the chat template by which `CrossEncoder(directory)`
+    makes one text of document and query. For the arguments see [`save_embedding_files`].
+    """
+    start = DOCUMENT.format(instruction=INSTRUCTION, document="").removesuffix("\n")
+    query = "Query: "
+    template = PAIR_TEMPLATE.replace("START", start.replace("\n", "\\n")).replace("QUERY", query)
+    _add_end(tokenizer, end_token_id, template.replace("'\n'", "'\\n'"))
+    tokenizer.add_eos_token = False  # the template has it
+    tokenizer.save_pretrained(directory)
+
+
+def _add_end(tokenizer: "PreTrainedTokenizerBase", end_token_id: int, chat_template: str | None) -> None:
+    if tokenizer.convert_tokens_to_ids(END) != end_token_id or END not in tokenizer.get_added_vocab():
+        if len(tokenizer) > end_token_id:
+            raise ValueError(f"The tokenizer has {len(tokenizer)} tokens: the id {end_token_id} is not free.")
+        # Added tokens get the ids behind the vocabulary, one after the other.
+        names = [*(f"<|reserved_{number}|>" for number in range(len(tokenizer), end_token_id)), END]
+        tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in names], special_tokens=True)
+    tokenizer.eos_token = END
+    tokenizer.chat_template = chat_template
+    tokenizer.model_max_length = MAX_LENGTH
+    tokenizer.truncation_side = "left"
+    tokenizer.init_kwargs |= {"truncation_side": "left", "response_template": None}
+
+
+def _write(path: Path, content: Any) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+__all__ = ["save_embedding_files", "save_reranker_files"]
