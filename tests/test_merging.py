@@ -7,6 +7,7 @@ import sys
 import textwrap
 
 import pytest
+from test_walls import BUILT_ON
 
 from subquad.hub.export import repository_code
 from subquad.models import REGISTRY
@@ -26,6 +27,8 @@ LIMITS = {
     "raven": 6750,
     "gecko": 8550,
     "visual_rwkv": 8850,
+    "rwkv7_embedding": 6450,
+    "rwkv7_reranker": 6650,
 }
 each_architecture = pytest.mark.parametrize("architecture", REGISTRY.values(), ids=list(REGISTRY))
 
@@ -72,11 +75,7 @@ def test_every_definition_is_used(architecture):
 @pytest.mark.fast
 @each_architecture
 def test_nothing_of_another_architecture(architecture):
-    built_on = {
-        "rwkv6": {"rwkv5"},
-        "rwkv7_deep_embed": {"rwkv7"},
-        "visual_rwkv": {"rwkv5", "rwkv6", "rwkv7"},
-    }.get(architecture.folder, set())
+    built_on = BUILT_ON.get(architecture.folder, set())
     text = "".join(code_of(architecture).values())
     for other in {other.folder for other in REGISTRY.values()} - {architecture.folder} - built_on:
         assert f"# subquad.models.{other}." not in text

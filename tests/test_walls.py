@@ -40,7 +40,7 @@ ROOMS = {
     "training": {"modeling", "models"},
     "quantization": {"modeling", "models"},
     "hub": {"modeling", "decoding", "models", "training", "quantization"},
-    "states": {"modeling", "decoding", "training", "hub"},
+    "states": {"modeling", "models", "decoding", "training", "hub"},
     "tools": {"modeling", "models", "hub"},
 }
 # With what models are loaded and saved: they are below the models, although they stand in `hub` with others of a kind.
@@ -51,6 +51,8 @@ FILES_OF_MODELS = {
 BUILT_ON = {
     "rwkv6": {"rwkv5"},
     "rwkv7_deep_embed": {"rwkv7"},
+    "rwkv7_embedding": {"rwkv7"},
+    "rwkv7_reranker": {"rwkv7", "rwkv7_embedding"},
     "visual_rwkv": {"rwkv5", "rwkv6", "rwkv7"},
 }
 

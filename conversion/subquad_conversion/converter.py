@@ -222,7 +222,9 @@ def convert(
             given = read_json(Path(config))
         known.check_type(given, Path(config or checkpoint.path))
         options = {"vision_tower": vision_tower, "head_size_divisor": head_size_divisor, "grid_size": grid_size}
-        given = known.with_options(given | checkpoint.lists, {name: value for name, value in options.items() if value is not None})
+        given = known.with_options(
+            given | checkpoint.lists, {name: value for name, value in options.items() if value is not None}
+        )
 
         plan = known.plan(checkpoint.tensors, given)
         _check_twins(checkpoint, plan.twins)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .quantization.quantized import Int8Config as Int8Config
     from .states.identity import identify as identify
     from .states.prefix_cache import PrefixCache as PrefixCache
+    from .states.state_index import StateIndex as StateIndex
     from .states.time_states import load_time_states as load_time_states
     from .states.time_states import save_time_states as save_time_states
     from .tools.question_answering import QuestionAnsweringPipeline as QuestionAnsweringPipeline
@@ -50,6 +51,7 @@ _EXPORTS = {
     "PrefixCache": "subquad.states.prefix_cache",
     "QuestionAnsweringPipeline": "subquad.tools.question_answering",
     "RecurrentCache": "subquad.modeling.cache",
+    "StateIndex": "subquad.states.state_index",
     "StateTuningConfig": "subquad.training.state_tuning",
     "context_parallel_cache": "subquad.modeling.context_parallel",
     "split_text": "subquad.modeling.context_parallel",

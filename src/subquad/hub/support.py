@@ -9,7 +9,7 @@ def _auto_classes(architecture: Architecture) -> str:
     return ", ".join(f"`{name.replace('AutoModelFor', '...For')}`" for name in architecture.heads)
 
 
-def _if_it_generates(architecture: Architecture) -> str:
+def _if_generating(architecture: Architecture) -> str:
     if architecture.generates:
         return "yes"
     return "no: an encoder" if architecture.is_encoder else "no: it generates no text"
@@ -34,12 +34,12 @@ TABLES: dict[str, dict[str, Callable[[Architecture], str]]] = {
         "loads or converts": _field("checkpoints"),
         "logits within 1e-4 of": _field("parity"),
         "state between two tokens": _field("state"),
-        "greedy, sampling, beam search, assisted and prompt-lookup decoding, continuing from a cache": _if_it_generates,
+        "greedy, sampling, beam search, assisted and prompt-lookup decoding, continuing from a cache": _if_generating,
         "left and right padding, packed documents (`cu_seqlens`, restarting `position_ids`), exact": _padding,
         "training, gradient checkpointing, `torch.compile(fullgraph=True)`": _always,
         "float32, bfloat16, float16": _field("dtypes"),
-        "decoding on a CPU by a C library that is compiled at first use": _if_it_generates,
-        'decoding step compiled into one graph on a GPU (`cache_implementation="static"`)': _if_it_generates,
+        "decoding on a CPU by a C library that is compiled at first use": _if_generating,
+        'decoding step compiled into one graph on a GPU (`cache_implementation="static"`)': _if_generating,
     },
     "tools": {
         "PEFT: LoRA, DoRA, AdaLoRA, VeRA, (IA)³": _field("adapters"),

@@ -89,6 +89,17 @@ def read_state_file(path: str | os.PathLike) -> tuple[dict[str, torch.Tensor], d
         return tensors, _parse(path, metadata[ABOUT])
 
 
+def open_states(path: str | os.PathLike) -> safe_open:
+    """
+    An open file of states, of which parts are read by `get_slice`. Its checksum is not compared.
+
+    Raises:
+        ValueError: if the file is damaged, or holds something else.
+    """
+    with _open(path):  # for its errors
+        return safe_open(path, framework="pt")
+
+
 def read_about(path: str | os.PathLike) -> dict[str, Any]:
     """
     The description of the states in a file, without reading or checking the states.
@@ -152,4 +163,4 @@ def describe_owner(model: ModelIdentity | None) -> dict[str, str] | None:
     return None if model is None else asdict(model)
 
 
-__all__ = ["ModelIdentity", "check_owner", "read_about", "read_state_file", "write_state_file"]
+__all__ = ["ModelIdentity", "check_owner", "open_states", "read_about", "read_state_file", "write_state_file"]

@@ -204,6 +204,20 @@ class Serving:
 
 
 @dataclass(frozen=True)
+class Embedder:
+    """
+    The embedding model that a model has in it or is. Its embeddings and states depend on nothing else of the model.
+
+    Attributes:
+        weights: beginnings of the names of its weights.
+        fields: the configuration's fields that it depends on, besides sizes.
+    """
+
+    weights: tuple[str, ...]
+    fields: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Architecture:
     """
     One architecture.
@@ -235,8 +249,7 @@ class Architecture:
         vllm: see [`Serving`].
         inspection: the module in the folder that shows the memory's content after a text, for `subquad
             inspect-memory`; None if there is none.
-        embedder: of models that have an embedding model in them or are one: the beginnings of the names of its
-            weights. Its states and embeddings depend on no others.
+        embedder: see [`Embedder`]; None if the model makes no embeddings of texts.
     """
 
     model_type: str
@@ -260,7 +273,7 @@ class Architecture:
     other_names: str | None = None
     fused: FusedModel | None = None
     inspection: str | None = None
-    embedder: tuple[str, ...] = ()
+    embedder: Embedder | None = None
     float_layers: tuple[str, ...] = ()
 
     @property

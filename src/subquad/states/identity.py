@@ -12,6 +12,7 @@ from transformers.utils.hub import cached_file
 from ..hub.foreign_files import read_json
 from ..hub.weight_files import QUIET, adapted_model, find_weights, open_weights
 from ..modeling.state_file import ModelIdentity
+from ..models import REGISTRY
 
 
 # Fields of a configuration that do not affect the model's computation.
@@ -34,7 +35,8 @@ def identify(model: str | os.PathLike) -> ModelIdentity:
 
     The digest covers the configuration, the names, dtypes and shapes of the weights, and the first 64 bytes of each
     tensor, so that it takes milliseconds. Models of the same sizes have different digests if one of them was trained
-    further. An adapter counts together with its model.
+    further. An adapter counts together with its model. Of a reranker only its embedding model counts, so that both
+    directories have one identity.
 
     Args:
         model: a model directory, or the name of a model on the Hub.
@@ -56,15 +58,19 @@ def _parts(path: str) -> Iterator[bytes]:
     if (file := cached_file(path, CONFIG_NAME, **QUIET)) is None:
         raise ValueError(f"{path} has no {CONFIG_NAME}.")
     config = {name: value for name, value in read_json(file).items() if name not in INCIDENTAL}
+    architecture = REGISTRY.get(config.get("model_type"))
+    part = architecture and architecture.embedder
+    if part:
+        config = {name: value for name, value in config.items() if name in part.fields}
     yield json.dumps(config, sort_keys=True).encode()
     if not (files := find_weights(path)):
         raise ValueError(f"{path} has no weights in safetensors.")
     # Sorted by name, so that the division into files does not matter.
-    yield from sorted(part for file in files for part in _weights(file))
+    yield from sorted(each for file in files for each in _weights(file, part.weights if part else ("",)))
 
 
-def _weights(path: str) -> list[bytes]:
-    """Name, dtype, shape and the first bytes of every tensor in a safetensors file."""
+def _weights(path: str, prefixes: tuple[str, ...] = ("",)) -> list[bytes]:
+    """Name, dtype, shape and the first bytes of the tensors in a safetensors file whose names begin with a prefix."""
     open_weights(path)  # which checks the header
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -72,6 +78,8 @@ def _weights(path: str) -> list[bytes]:
         header.pop("__metadata__", None)
         parts = []
         for name, entry in header.items():
+            if not name.startswith(prefixes):
+                continue
             begin, end = entry["data_offsets"]
             file.seek(8 + length + begin)
             start = file.read(min(SAMPLE, end - begin))

@@ -1,6 +1,6 @@
 """The descriptor of EmbeddingRWKV's embedding model."""
 
-from ..architecture import Architecture, Serving, Support
+from ..architecture import Architecture, Embedder, Serving, Support
 from ..rwkv7.architecture import RWKV7
 
 
@@ -38,7 +38,7 @@ RWKV7_EMBEDDING = Architecture(
     support=Support(**SUPPORT, pipelines="sentence-transformers"),
     vllm=Serving(refusal="this plug-in serves models that generate text"),
     presets={f"goose-embedding-{size}": RWKV7.presets[name] for size, name in SIZES.items()},
-    embedder=("rwkv.", "head."),
+    embedder=Embedder(weights=("rwkv.", "head."), fields=("norm_eps", "end_token_id", "default_task")),
 )
 
 __all__ = ["RWKV7_EMBEDDING"]

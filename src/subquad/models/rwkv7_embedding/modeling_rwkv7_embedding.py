@@ -16,7 +16,13 @@ from ...modeling.layers import LayerNorm, Linear, check_inputs
 from ...modeling.padding import find_mask, should_check
 from ...modeling.versions import RecurrentModelOutput, cache_of, named_cache
 from ..rwkv7.modeling_rwkv7 import Rwkv7Model
-from .configuration_rwkv7_embedding import Rwkv7EmbeddingConfig
+from .configuration_rwkv7_embedding import (
+    DOCUMENT,
+    INSTRUCTION,
+    QUERY,
+    QUERY_AFTER_DOCUMENT,
+    Rwkv7EmbeddingConfig,
+)
 
 
 # The tasks that sentence-transformers names in `encode_query` and `encode_document`: either side of a retrieval.
@@ -164,6 +170,18 @@ class Rwkv7EmbeddingModel(Rwkv7EmbeddingPreTrainedModel):
         Raises:
             ValueError: before any work, if an argument does not fit; the message names it.
         """
+        return self.embed(input_ids, attention_mask, cache, use_cache, task, **kwargs)
+
+    def embed(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        cache: RecurrentCache | None = None,
+        use_cache: bool | None = None,
+        task: str | None = None,
+        **kwargs,
+    ) -> Rwkv7EmbeddingOutput:
+        """The embeddings, also of a model whose `forward` gives something else; see there."""
         head = self.find_head(task)
         ends = self.find_ends(check_inputs(self.config, input_ids, None), attention_mask)
         outputs = self.read(input_ids, attention_mask, cache, use_cache, **kwargs)
@@ -177,6 +195,21 @@ class Rwkv7EmbeddingModel(Rwkv7EmbeddingPreTrainedModel):
             hidden_states=outputs.hidden_states,
             **named_cache(cache_of(outputs)),
         )
+
+    @staticmethod
+    def query_text(query: str, instruction: str | None = None) -> str:
+        """The text of a query for its embedding. By default the instruction of retrieval."""
+        return QUERY.format(instruction=instruction or INSTRUCTION, query=query)
+
+    @staticmethod
+    def document_text(document: str, instruction: str | None = None) -> str:
+        """The text of a document for a reranker, without an end token. A query follows it."""
+        return DOCUMENT.format(instruction=instruction or INSTRUCTION, document=document)
+
+    @staticmethod
+    def query_after_document(query: str) -> str:
+        """The text of a query for a reranker, after [`document_text`]."""
+        return QUERY_AFTER_DOCUMENT.format(query=query)
 
     def read(
         self,

@@ -75,10 +75,6 @@ class Rwkv7RerankerForSequenceClassification(Rwkv7EmbeddingModel):
         self.reranker = Rwkv7StateReader(config.reranker_config)
         self.post_init()
 
-    def embed(self, *args, **kwargs):
-        """The output of the embedding model; see [`Rwkv7EmbeddingModel`]."""
-        return Rwkv7EmbeddingModel.forward(self, *args, **kwargs)
-
     def score(self, cache: RecurrentCache) -> torch.Tensor:
         """
         The scores (batch, 1) of document and query, from the embedding model's states after both. Positive means

@@ -1,0 +1,612 @@
+"""
+An index of documents: their embeddings, and the states that a model has after reading them. A query then costs only
+its own tokens, also when a reranker scores it with many documents.
+
+A directory holds files of states and `index.json`, which names them and is written last. Documents that were removed
+stay in their file until all documents of it are removed; [`StateIndex.save`] makes a copy without them.
+"""
+
+import json
+import os
+import warnings
+import zlib
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+from transformers import AutoConfig, AutoTokenizer
+
+from ..hub.directories import check_free, new_directory
+from ..hub.foreign_files import listed, read_json, reading
+from ..hub.new_files import replacing
+from ..modeling.state_file import ModelIdentity, describe_owner, open_states, read_about, write_state_file
+from ..models import REGISTRY
+from .identity import identify
+
+
+INDEX = "index.json"
+VERSION = 1
+STATE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
+EMBEDDINGS, SCALES = "embeddings", ".scales"
+# A file of states is written once it would have this many bytes, documents or characters.
+FILE_BYTES, FILE_DOCUMENTS, FILE_CHARACTERS = 2**26, 256, 2**21
+# Files of states that are open at a time.
+OPEN_FILES = 64
+
+
+@dataclass(frozen=True)
+class Match:
+    """
+    A document that was found.
+
+    Attributes:
+        score: the cosine of query and document, or the reranker's probability that the document is relevant.
+    """
+
+    id: str
+    score: float
+    text: str
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A document: its file, its row there, the checksum of its states, the number of tokens in them."""
+
+    file: str
+    row: int
+    text: str
+    checksum: int
+    tokens: int
+
+
+class StateIndex:
+    """
+    An index of documents by embeddings and states. [`StateIndex.create`] makes one, [`StateIndex.load`] opens one. It
+    is always saved: every file is complete before `index.json` names it, so an interruption loses at most the
+    documents of the file that was not written yet, and adding the same documents again goes on there.
+
+    Attributes:
+        directory: its place.
+        identity: the embedding model that made it.
+        state_dtype: "float32", "float16" or "int8".
+        model, tokenizer: those that read texts.
+    """
+
+    def __init__(self, directory: Path, model: str | os.PathLike, identity: ModelIdentity, about: dict[str, Any]):
+        self.directory, self.identity, self._about = directory, identity, about
+        self.state_dtype: str = about["state_dtype"]
+        self._entries: dict[str, _Entry] = {}
+        self._rows: dict[str, int] = {}
+        self._opened: OrderedDict[str, Any] = OrderedDict()
+        self._checked: set[tuple[str, int]] = set()
+        self._embeddings: tuple[list[str], np.ndarray] | None = None
+        for file, removed in about["files"].items():
+            self._read_entries(file, set(removed))
+        self.config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+        self.tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        self.model = REGISTRY[self.config.model_type].lm_class.from_pretrained(model).eval()
+
+    # --- making and opening ---
+
+    @classmethod
+    def create(
+        cls,
+        directory: str | os.PathLike,
+        model: str | os.PathLike,
+        *,
+        state_dtype: str = "float32",
+        instruction: str | None = None,
+    ) -> "StateIndex":
+        """
+        Makes an empty index.
+
+        Args:
+            directory: must not exist, or be empty.
+            model: directory or Hub name of an embedding model, or of a reranker.
+            state_dtype: dtype of the stored states: "float32", "float16", or "int8" with a scale for each row of each
+                head's state. The embeddings are float32.
+            instruction: the task, as read before each document and query; by default the one of training.
+
+        Raises:
+            ValueError: if the directory is occupied, or the model is no embedding model.
+        """
+        if state_dtype not in STATE_DTYPES:
+            raise ValueError(f"`state_dtype` must be one of {', '.join(STATE_DTYPES)}, got {state_dtype!r}.")
+        directory = Path(directory).resolve()
+        check_free(directory)
+        identity = _identify(model)
+        about = {"subquad_index": VERSION, "model": describe_owner(identity), "state_dtype": state_dtype}
+        about |= {"instruction": instruction, "next": 1, "files": {}}
+        index = cls(directory, model, identity, about)
+        directory.mkdir(parents=True, exist_ok=True)
+        index._write_about(index._about)
+        return index
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike, model: str | os.PathLike) -> "StateIndex":
+        """
+        Opens an index. Its states are mapped from the files into memory, and read when they are needed.
+
+        Args:
+            model: directory or Hub name of the embedding model that made it, or of a reranker that has this model in
+                it.
+
+        Raises:
+            ValueError: before the model is loaded, if the index is damaged or belongs to another model; the message
+                names both.
+        """
+        directory = Path(directory).resolve()
+        about = _read_index(directory)
+        identity, owner = _identify(model), ModelIdentity(**about["model"])
+        if owner.digest != identity.digest:
+            raise ValueError(
+                f"{directory} is an index of the embedding model {owner}; given is {identity}, or a reranker with it."
+            )
+        return cls(directory, model, identity, about)
+
+    def to(self, device: str | torch.device) -> "StateIndex":
+        """Moves the model to a device, and returns the index."""
+        self.model.to(device)
+        return self
+
+    # --- content ---
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, id: str) -> bool:
+        return id in self._entries
+
+    @property
+    def ids(self) -> list[str]:
+        """The names of all documents."""
+        return list(self._entries)
+
+    def text(self, id: str) -> str:
+        """
+        The text of a document.
+
+        Raises:
+            KeyError: if there is none of that name.
+        """
+        return self._entry(id).text
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all files of states."""
+        return sum((self.directory / file).stat().st_size for file in self._about["files"])
+
+    # --- changes ---
+
+    @torch.no_grad()
+    def add(
+        self,
+        documents: Mapping[str, str] | Iterable[tuple[str, str]],
+        *,
+        batch_size: int = 8,
+        progress: bool = False,
+    ) -> int:
+        """
+        Reads documents. One that is there with the same text is skipped, and replaced if its text differs.
+
+        Args:
+            documents: names and texts. Of a text longer than the tokenizer's `model_max_length`, only the end is read.
+            batch_size: documents that are read together.
+            progress: whether to show a progress bar on stderr.
+
+        Returns:
+            the number of documents that were read.
+
+        Raises:
+            ValueError: before any work, if a name occurs twice or a text is empty.
+        """
+        if batch_size < 1:
+            raise ValueError(f"`batch_size` must be at least 1, got {batch_size}.")
+        pairs = list(documents.items() if isinstance(documents, Mapping) else documents)
+        if twice := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:
+            raise ValueError(f"`documents` has some names twice: {listed(twice)}.")
+        for name, text in pairs:
+            if not (isinstance(name, str) and isinstance(text, str) and name and text.strip()):
+                raise ValueError(f"`documents`: names and texts must be strings that are not empty, got {name!r}.")
+        new = [(name, text) for name, text in pairs if name not in self._entries or self.text(name) != text]
+        inputs = []
+        for name, text in new:
+            document = self.model.document_text(text, self._about["instruction"])
+            ids = self._encode(text, end=True), self._encode(document, end=False)
+            inputs.append((name, text, *(self._shorten(each) for each in ids)))
+        if cut := sum(len(self._encode(text, end=True)) > len(ids) for _, text, ids, _ in inputs):
+            warnings.warn(
+                f"{cut} documents have more than {self._longest} tokens: only their end is read. Split them.",
+                stacklevel=2,
+            )
+        inputs.sort(key=lambda each: len(each[2]))  # little padding
+        waiting: list[tuple[str, str, int, dict[str, torch.Tensor]]] = []
+        with tqdm(total=len(inputs), unit="documents", desc="Reading", disable=not progress) as bar:
+            for start in range(0, len(inputs), batch_size):
+                batch = inputs[start : start + batch_size]
+                rows = self._read_documents([each[2] for each in batch], [each[3] for each in batch])
+                waiting += [(*each[:2], len(each[3]), row) for each, row in zip(batch, rows, strict=True)]
+                if _is_full(waiting):
+                    self._write_file(waiting)
+                    waiting = []
+                bar.update(len(batch))
+        if waiting:
+            self._write_file(waiting)
+        return len(inputs)
+
+    def remove(self, ids: str | Iterable[str]) -> None:
+        """
+        Forgets documents. A file is deleted once all of its documents are removed.
+
+        Raises:
+            KeyError: before any change, if there is no document of a name.
+        """
+        ids = dict.fromkeys([ids] if isinstance(ids, str) else ids)
+        self._forget({name: self._entry(name) for name in ids})
+
+    def save(self, directory: str | os.PathLike, state_dtype: str | None = None) -> None:
+        """
+        Writes a copy without the documents that were removed.
+
+        Args:
+            directory: must not exist, or be empty. It appears complete or not at all.
+            state_dtype: a narrower dtype for the states of the copy; None keeps theirs.
+
+        Raises:
+            ValueError: if the directory is occupied, or the dtype is wider.
+        """
+        kinds, state_dtype = list(STATE_DTYPES), state_dtype or self.state_dtype
+        if state_dtype not in kinds or kinds.index(state_dtype) < kinds.index(self.state_dtype):
+            narrower = ", ".join(kinds[kinds.index(self.state_dtype) :])
+            raise ValueError(f"`state_dtype` must be one of {narrower}, got {state_dtype!r}.")
+        directory = Path(directory).resolve()
+        check_free(directory)
+        with new_directory(directory, self.nbytes) as partial:
+            files: dict[str, list[int]] = {}
+            waiting: list[tuple[str, str, int, dict[str, torch.Tensor]]] = []
+
+            def write() -> None:
+                files[file := f"states-{len(files) + 1:06}.safetensors"] = []
+                self._write_rows(partial / file, waiting, state_dtype)
+                waiting.clear()
+
+            for name, entry in self._entries.items():
+                row = self._read_row(entry)
+                row[EMBEDDINGS] = self._open(entry.file).get_slice(EMBEDDINGS)[entry.row]
+                waiting.append((name, entry.text, entry.tokens, row))
+                if _is_full(waiting):
+                    write()
+            if waiting:
+                write()
+            about = self._about | {"state_dtype": state_dtype, "next": len(files) + 1, "files": files}
+            _write_json(partial / INDEX, about)
+
+    def check(self) -> None:
+        """
+        Reads all files.
+
+        Raises:
+            ValueError: if one is damaged; the message names it. Reading states for a query finds damage, too.
+        """
+        for entry in self._entries.values():
+            self._read_row(entry)
+        self._all_embeddings()
+
+    # --- queries ---
+
+    @torch.no_grad()
+    def search(self, query: str, k: int = 10) -> list[Match]:
+        """The k documents whose embeddings have the largest cosine with the query's, best first."""
+        if k < 1:
+            raise ValueError(f"`k` must be at least 1, got {k}.")
+        names, embeddings = self._all_embeddings()
+        ids = self._shorten(self._encode(self.model.query_text(query, self._about["instruction"]), end=True))
+        found = self.model.embed(self._tensor([ids]), use_cache=False).pooler_output.float()
+        scores = embeddings @ torch.nn.functional.normalize(found, dim=-1)[0].cpu().numpy()
+        best = np.argsort(-scores, kind="stable")[:k]
+        return [Match(names[i], float(scores[i]), self.text(names[i])) for i in best]
+
+    def rank(
+        self,
+        query: str,
+        k: int = 10,
+        *,
+        candidates: int | None = 100,
+        batch_size: int = 16,
+        progress: bool = False,
+    ) -> list[Match]:
+        """
+        The k documents with the highest scores of the reranker, best first.
+
+        Args:
+            candidates: the number of documents that the reranker scores, those that [`~StateIndex.search`] finds; all
+                documents if None.
+            batch_size: documents that the query is read after together.
+            progress: whether to show a progress bar on stderr.
+
+        Raises:
+            ValueError: if the index was opened with an embedding model alone, or a number is not positive.
+        """
+        for name, number in {"k": k, "candidates": candidates, "batch_size": batch_size}.items():
+            if number is not None and number < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {number}.")
+        self._check_reranker()
+        chosen = self.ids if candidates is None else [each.id for each in self.search(query, candidates)]
+        scores = self.score(query, chosen, batch_size=batch_size, progress=progress)
+        best = sorted(zip(scores, chosen, strict=True), key=lambda pair: -pair[0])[:k]
+        return [Match(name, score, self.text(name)) for score, name in best]
+
+    @torch.no_grad()
+    def score(self, query: str, ids: Iterable[str], *, batch_size: int = 16, progress: bool = False) -> list[float]:
+        """
+        The reranker's probabilities that documents are relevant for a query, from their stored states. For the
+        arguments see [`~StateIndex.rank`].
+
+        Raises:
+            KeyError: before any work, if there is no document of a name.
+            ValueError: if states are damaged, or the index was opened with an embedding model alone.
+        """
+        self._check_reranker()
+        entries = [self._entry(name) for name in ids]
+        order = sorted(range(len(entries)), key=lambda i: (entries[i].file, entries[i].row))
+        tokens = self._encode(self.model.query_after_document(query), end=True)
+        scores = [0.0] * len(entries)
+        with tqdm(total=len(entries), unit="documents", desc="Ranking", disable=not progress) as bar:
+            for start in range(0, len(order), batch_size):
+                batch = order[start : start + batch_size]
+                cache = self._cache_of([entries[i] for i in batch])
+                logits = self.model(self._tensor([tokens] * len(batch)), cache=cache, use_cache=False).logits
+                for i, score in zip(batch, logits[:, 0].float().sigmoid().tolist(), strict=True):
+                    scores[i] = score
+                bar.update(len(batch))
+        return scores
+
+    def _check_reranker(self) -> None:
+        if not hasattr(self.model, "score"):
+            raise ValueError(
+                f"{self.identity} is an embedding model alone: open the index with the directory of a reranker."
+            )
+
+    # --- texts ---
+
+    @property
+    def _longest(self) -> int:
+        return self.tokenizer.model_max_length
+
+    def _encode(self, text: str, end: bool) -> list[int]:
+        """Ids of a text. Names of special tokens in it are ordinary text."""
+        ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+        return [*ids, self.config.end_token_id] if end else ids
+
+    def _shorten(self, ids: list[int]) -> list[int]:
+        return ids[-self._longest :]
+
+    def _tensor(self, rows: list[list[int]]) -> torch.Tensor:
+        return torch.tensor(rows, device=self.model.device)
+
+    def _padded(self, rows: list[list[int]]) -> dict[str, torch.Tensor]:
+        width = max(map(len, rows))
+        ids = [row + [0] * (width - len(row)) for row in rows]
+        mask = [[1] * len(row) + [0] * (width - len(row)) for row in rows]
+        return {"input_ids": self._tensor(ids), "attention_mask": self._tensor(mask)}
+
+    # --- states ---
+
+    def _read_documents(self, texts: list[list[int]], documents: list[list[int]]) -> list[dict[str, torch.Tensor]]:
+        """The embedding and the states of each document, by name, on the CPU."""
+        found = self.model.embed(**self._padded(texts), use_cache=False).pooler_output.float()
+        found = torch.nn.functional.normalize(found, dim=-1).cpu()
+        layers = self.model.read(**self._padded(documents), use_cache=True).cache.layers
+        columns = {name: torch.stack([layer.states[name] for layer in layers], 1) for name in layers[0].states}
+        columns = {EMBEDDINGS: found} | {name: x.float().cpu() for name, x in columns.items()}
+        return [{name: x[row] for name, x in columns.items()} for row in range(len(texts))]
+
+    def _cache_of(self, entries: list[_Entry]) -> Any:
+        """The states after documents, one row each."""
+        cache, rows = self.model.new_cache(), [self._read_row(entry) for entry in entries]
+        for name in rows[0]:
+            dtype = torch.float32 if name in cache.float32_names else self.model.dtype
+            first = rows[0][name]
+            states = torch.empty(len(first), len(rows), *first.shape[1:], dtype=dtype)
+            for i, row in enumerate(rows):
+                states[:, i] = row[name]
+            for layer, state in zip(cache.layers, states.to(self.model.device), strict=True):
+                layer.write(name, state)
+        cache.seen_tokens = max(entry.tokens for entry in entries)
+        return cache
+
+    def _open(self, file: str) -> Any:
+        if file not in self._opened:
+            self._opened[file] = open_states(self.directory / file)
+            if len(self._opened) > OPEN_FILES:
+                self._opened.popitem(last=False)
+        self._opened.move_to_end(file)
+        return self._opened[file]
+
+    def _read_row(self, entry: _Entry) -> dict[str, torch.Tensor]:
+        """The states of a document by name, (layers, ...) in float32."""
+        opened = self._open(entry.file)
+        with reading(self.directory / entry.file, "the states"):
+            names = [name for name in opened.keys() if name != EMBEDDINGS]
+            stored = {name: opened.get_slice(name)[entry.row] for name in names}
+        if (place := (entry.file, entry.row)) not in self._checked:
+            if _checksum(stored) != entry.checksum:
+                raise ValueError(f"{self.directory / entry.file} is damaged or was changed: row {entry.row}.")
+            self._checked.add(place)
+        return _widened(stored)
+
+    def _all_embeddings(self) -> tuple[list[str], np.ndarray]:
+        """The names of all documents, and their embeddings (documents, width)."""
+        if self._embeddings is None:
+            by_file: dict[str, list[tuple[str, int]]] = {}
+            for name, entry in self._entries.items():
+                by_file.setdefault(entry.file, []).append((name, entry.row))
+            names, parts = [], [np.zeros((0, self.config.hidden_size), np.float32)]
+            for file, rows in by_file.items():
+                names += [name for name, _ in rows]
+                parts.append(self._open(file).get_tensor(EMBEDDINGS).numpy()[[row for _, row in rows]])
+            self._embeddings = names, np.concatenate(parts)
+        return self._embeddings
+
+    # --- files ---
+
+    def _entry(self, id: str) -> _Entry:
+        if id not in self._entries:
+            raise KeyError(f"{self.directory} has no document {id!r}.")
+        return self._entries[id]
+
+    def _read_entries(self, file: str, removed: set[int]) -> None:
+        """Adds the documents of a file, which is not read but for its description."""
+        path = self.directory / file
+        about = read_about(path)
+        if about.get("model") != self._about["model"]:
+            raise ValueError(f"{path} is not a file of this index: it belongs to the model {about.get('model')}.")
+        with reading(path, "the documents"):
+            documents = about["text"]["documents"]
+            self._rows[file] = len(documents)
+            for row, document in enumerate(documents):
+                if row not in removed:
+                    name = document.pop("id")
+                    self._entries[name] = _Entry(file, row, **document)
+
+    def _write_file(self, waiting: list[tuple[str, str, int, dict[str, torch.Tensor]]]) -> None:
+        """Writes documents to a new file, and then an index that has it and no earlier texts of them."""
+        number = self._about["next"]
+        file = f"states-{number:06}.safetensors"
+        self._write_rows(self.directory / file, waiting, self.state_dtype)
+        replaced = {name: self._entries[name] for name, *_ in waiting if name in self._entries}
+        self._forget(replaced, {"next": number + 1, "files": {file: []}})
+        self._read_entries(file, set())
+
+    def _write_rows(
+        self, path: Path, waiting: list[tuple[str, str, int, dict[str, torch.Tensor]]], state_dtype: str
+    ) -> None:
+        documents, columns = [], {}
+        for name, text, tokens, row in waiting:
+            stored = _narrowed({key: x for key, x in row.items() if key != EMBEDDINGS}, STATE_DTYPES[state_dtype])
+            documents.append({"id": name, "text": text, "tokens": tokens, "checksum": _checksum(stored)})
+            for key, x in {EMBEDDINGS: row[EMBEDDINGS], **stored}.items():
+                columns.setdefault(key, []).append(x)
+        about = {"sizes": self.model.new_cache().sizes, "seen_tokens": max(tokens for _, _, tokens, _ in waiting)}
+        about |= {"dtype": state_dtype, "model": self._about["model"], "text": {"documents": documents}}
+        write_state_file(path, {key: torch.stack(rows) for key, rows in columns.items()}, about)
+
+    def _forget(self, entries: dict[str, _Entry], new: dict[str, Any] | None = None) -> None:
+        """Writes an index without these documents, and with the values and files in `new`; deletes empty files."""
+        files = {file: list(rows) for file, rows in self._about["files"].items()}
+        for entry in entries.values():
+            files[entry.file].append(entry.row)
+        empty = [file for file, rows in files.items() if rows and len(rows) == self._rows[file]]
+        files = {file: sorted(rows) for file, rows in files.items() if file not in empty}
+        new = dict(new or {})
+        self._write_about(self._about | new | {"files": files | new.get("files", {})})
+        for name in entries:
+            del self._entries[name]
+        for file in empty:
+            self._opened.pop(file, None)
+            with suppress(OSError):
+                (self.directory / file).unlink()
+        self._embeddings = None
+
+    def _write_about(self, about: dict[str, Any]) -> None:
+        """
+        Raises:
+            ValueError: if another process has changed the index since it was opened.
+        """
+        path = self.directory / INDEX
+        if path.exists() and read_json(path) != self._about:
+            raise ValueError(f"{path} was changed by another process; open the index again.")
+        _write_json(path, about)
+        self._about = about
+
+
+def _identify(model: str | os.PathLike) -> ModelIdentity:
+    """
+    Raises:
+        ValueError: if the model has no embedding model in it.
+    """
+    config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    if config.model_type not in REGISTRY or REGISTRY[config.model_type].embedder is None:
+        known = ", ".join(name for name, each in REGISTRY.items() if each.embedder)
+        raise ValueError(f"{model} is of type {config.model_type}; an index needs a model of type {known}.")
+    return identify(model)
+
+
+def _read_index(directory: Path) -> dict[str, Any]:
+    path = directory / INDEX
+    if not path.is_file():
+        raise ValueError(f"{directory} is not an index: it has no {INDEX}.")
+    about = read_json(path)
+    if about.get("subquad_index") != VERSION:
+        raise ValueError(f"{path} is not an index that this version can read.")
+    kinds = {"model": dict, "state_dtype": str, "instruction": str | None, "next": int, "files": dict}
+    wrong = [name for name, kind in kinds.items() if name not in about or not isinstance(about[name], kind)]
+    if not wrong and {name: type(value) for name, value in about["model"].items()} != {"name": str, "digest": str}:
+        wrong.append("model")
+    if not wrong and about["state_dtype"] not in STATE_DTYPES:
+        wrong.append("state_dtype")
+    for file, rows in about["files"].items() if not wrong else ():
+        plain = Path(file).name == file and file.endswith(".safetensors")
+        if not plain or not isinstance(rows, list) or not all(type(row) is int for row in rows):
+            wrong.append(f"files: {file}")
+    if wrong:
+        raise ValueError(f"{path} is damaged: `{wrong[0]}` does not have a value that is possible.")
+    return about
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _is_full(waiting: list[tuple[str, str, int, dict[str, torch.Tensor]]]) -> bool:
+    size = sum(x.nbytes for *_, row in waiting for x in row.values())
+    characters = sum(len(name) + len(text) for name, text, *_ in waiting)
+    return size >= FILE_BYTES or len(waiting) >= FILE_DOCUMENTS or characters >= FILE_CHARACTERS
+
+
+def _checksum(states: dict[str, torch.Tensor]) -> int:
+    checksum = 0
+    for name in sorted(states):
+        checksum = zlib.crc32(states[name].contiguous().view(-1).view(torch.uint8).numpy(), checksum)
+    return checksum
+
+
+def _narrowed(states: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """
+    States in another dtype. In int8, matrices have a scale for each row; vectors are float16.
+
+    Raises:
+        ValueError: if one is not finite, or too large for float16.
+    """
+    stored = {}
+    for name, x in states.items():
+        if dtype == torch.int8 and x.dim() > 2:
+            scales = x.abs().amax(-1, keepdim=True) / 127
+            stored[name] = (x / scales.clamp_min(torch.finfo(torch.float32).tiny)).round().to(torch.int8)
+            stored[name + SCALES] = scales[..., 0]
+            continue
+        stored[name] = x.to(torch.float16 if dtype == torch.int8 else dtype)
+    for name, x in stored.items():
+        if x.is_floating_point() and not x.isfinite().all():
+            raise ValueError(f"The state `{name}` is not finite in {str(dtype).removeprefix('torch.')}.")
+    return stored
+
+
+def _widened(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The inverse of [`_narrowed`], in float32."""
+    states = {}
+    for name, x in stored.items():
+        if not name.endswith(SCALES):
+            scales = stored.get(name + SCALES)
+            states[name] = x.float() if scales is None else x.float() * scales.unsqueeze(-1)
+    return states
+
+
+__all__ = ["Match", "StateIndex"]
