@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from subquad import __version__
 from subquad.hub.foreign_files import one_line
 
-from . import chat, convert, doctor, export, generate, info, inspect_memory, push, run
+from . import chat, convert, doctor, export, generate, index, info, inspect_memory, push, rank, run
 from .common import UsageError
 
 
@@ -26,6 +26,8 @@ COMMANDS = {
     "export": export,
     "push": push,
     "run": run,
+    "index": index,
+    "rank": rank,
     "inspect-memory": inspect_memory,
     "doctor": doctor,
 }

@@ -78,7 +78,14 @@ class StateIndex:
         model, tokenizer: those that read texts.
     """
 
-    def __init__(self, directory: Path, model: str | os.PathLike, identity: ModelIdentity, about: dict[str, Any]):
+    def __init__(
+        self,
+        directory: Path,
+        model: str | os.PathLike,
+        identity: ModelIdentity,
+        about: dict[str, Any],
+        dtype: str | torch.dtype,
+    ):
         self.directory, self.identity, self._about = directory, identity, about
         self.state_dtype: str = about["state_dtype"]
         self._entries: dict[str, _Entry] = {}
@@ -90,7 +97,7 @@ class StateIndex:
             self._read_entries(file, set(removed))
         self.config = AutoConfig.from_pretrained(model, trust_remote_code=False)
         self.tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-        self.model = REGISTRY[self.config.model_type].lm_class.from_pretrained(model).eval()
+        self.model = REGISTRY[self.config.model_type].lm_class.from_pretrained(model, dtype=dtype).eval()
 
     # --- making and opening ---
 
@@ -102,6 +109,7 @@ class StateIndex:
         *,
         state_dtype: str = "float32",
         instruction: str | None = None,
+        dtype: str | torch.dtype = "auto",
     ) -> "StateIndex":
         """
         Makes an empty index.
@@ -112,6 +120,7 @@ class StateIndex:
             state_dtype: dtype of the stored states: "float32", "float16", or "int8" with a scale for each row of each
                 head's state. The embeddings are float32.
             instruction: the task, as read before each document and query; by default the one of training.
+            dtype: dtype of the model; "auto" is that of its weights.
 
         Raises:
             ValueError: if the directory is occupied, or the model is no embedding model.
@@ -123,19 +132,22 @@ class StateIndex:
         identity = _identify(model)
         about = {"subquad_index": VERSION, "model": describe_owner(identity), "state_dtype": state_dtype}
         about |= {"instruction": instruction, "next": 1, "files": {}}
-        index = cls(directory, model, identity, about)
+        index = cls(directory, model, identity, about, dtype)
         directory.mkdir(parents=True, exist_ok=True)
         index._write_about(index._about)
         return index
 
     @classmethod
-    def load(cls, directory: str | os.PathLike, model: str | os.PathLike) -> "StateIndex":
+    def load(
+        cls, directory: str | os.PathLike, model: str | os.PathLike, *, dtype: str | torch.dtype = "auto"
+    ) -> "StateIndex":
         """
         Opens an index. Its states are mapped from the files into memory, and read when they are needed.
 
         Args:
             model: directory or Hub name of the embedding model that made it, or of a reranker that has this model in
                 it.
+            dtype: dtype of the model; "auto" is that of its weights.
 
         Raises:
             ValueError: before the model is loaded, if the index is damaged or belongs to another model; the message
@@ -148,7 +160,7 @@ class StateIndex:
             raise ValueError(
                 f"{directory} is an index of the embedding model {owner}; given is {identity}, or a reranker with it."
             )
-        return cls(directory, model, identity, about)
+        return cls(directory, model, identity, about, dtype)
 
     def to(self, device: str | torch.device) -> "StateIndex":
         """Moves the model to a device, and returns the index."""
