@@ -73,7 +73,7 @@ class EmbeddingFormat(Rwkv7Format):
         """The tokenizer with the token that ends texts, and the files that sentence-transformers reads."""
         try:
             save = save_reranker_files if self.model_type == RERANKER_FORMAT.model_type else save_embedding_files
-            save(directory, AutoTokenizer.from_pretrained(directory, trust_remote_code=False), config.end_token_id)
+            save(directory, AutoTokenizer.from_pretrained(directory, trust_remote_code=False), config)
         except Exception as error:  # a file may hold anything, so any part of the readers may fail
             raise ConversionError(f"The tokenizer does not fit: {one_line(error)}") from error
 

@@ -14,8 +14,8 @@ SUMMARY = "read documents once and save their embeddings and states"
 DESCRIPTION = """\
 Read documents with an EmbeddingRWKV, and save their embeddings and the states after them, for `subquad rank`.
 
-DOCS are text files (.md, .rst, .txt), directories of such files, or .jsonl files whose lines have an `id` and a `text`.
-Text files are split into passages at empty lines. The id of a passage is the path of its file, `#` and its number.
+DOCS are text files (.md, .rst, .txt), directories of them, or .jsonl files whose lines have an `id` and a `text`.
+Text files are split into passages at empty lines. The id of a passage is its file's path, `#` and a number.
 
 An index that exists is brought up to date: passages that are there already are not read again, changed ones are
 replaced, and those that their file no longer has are removed. So the same command goes on after an interruption.

@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoTokenizer
 from ..hub.directories import check_free, new_directory
 from ..hub.foreign_files import listed, read_json, reading
 from ..hub.new_files import replacing
+from ..modeling.cache import RecurrentCache
 from ..modeling.state_file import ModelIdentity, describe_owner, open_states, read_about, write_state_file
 from ..models import REGISTRY
 from .identity import identify
@@ -108,7 +109,6 @@ class StateIndex:
         model: str | os.PathLike,
         *,
         state_dtype: str = "float32",
-        instruction: str | None = None,
         dtype: str | torch.dtype = "auto",
     ) -> "StateIndex":
         """
@@ -119,7 +119,6 @@ class StateIndex:
             model: directory or Hub name of an embedding model, or of a reranker.
             state_dtype: dtype of the stored states: "float32", "float16", or "int8" with a scale for each row of each
                 head's state. The embeddings are float32.
-            instruction: the task, as read before each document and query; by default the one of training.
             dtype: dtype of the model; "auto" is that of its weights.
 
         Raises:
@@ -131,7 +130,7 @@ class StateIndex:
         check_free(directory)
         identity = _identify(model)
         about = {"subquad_index": VERSION, "model": describe_owner(identity), "state_dtype": state_dtype}
-        about |= {"instruction": instruction, "next": 1, "files": {}}
+        about |= {"next": 1, "files": {}}
         index = cls(directory, model, identity, about, dtype)
         directory.mkdir(parents=True, exist_ok=True)
         index._write_about(index._about)
@@ -229,7 +228,7 @@ class StateIndex:
         new = [(name, text) for name, text in pairs if name not in self._entries or self.text(name) != text]
         inputs = []
         for name, text in new:
-            document = self.model.document_text(text, self._about["instruction"])
+            document = self.model.document_text(text)
             ids = self._encode(text, end=True), self._encode(document, end=False)
             inputs.append((name, text, *(self._shorten(each) for each in ids)))
         if cut := sum(len(self._encode(text, end=True)) > len(ids) for _, text, ids, _ in inputs):
@@ -318,7 +317,7 @@ class StateIndex:
         if k < 1:
             raise ValueError(f"`k` must be at least 1, got {k}.")
         names, embeddings = self._all_embeddings()
-        ids = self._shorten(self._encode(self.model.query_text(query, self._about["instruction"]), end=True))
+        ids = self._shorten(self._encode(self.model.query_text(query), end=True))
         found = self.model.embed(self._tensor([ids]), use_cache=False).pooler_output.float()
         scores = embeddings @ torch.nn.functional.normalize(found, dim=-1)[0].cpu().numpy()
         best = np.argsort(-scores, kind="stable")[:k]
@@ -365,6 +364,7 @@ class StateIndex:
             ValueError: if states are damaged, or the index was opened with an embedding model alone.
         """
         self._check_reranker()
+        ids = list(ids)
         entries = [self._entry(name) for name in ids]
         order = sorted(range(len(entries)), key=lambda i: (entries[i].file, entries[i].row))
         tokens = self._encode(self.model.query_after_document(query), end=True)
@@ -372,7 +372,7 @@ class StateIndex:
         with tqdm(total=len(entries), unit="documents", desc="Ranking", disable=not progress) as bar:
             for start in range(0, len(order), batch_size):
                 batch = order[start : start + batch_size]
-                cache = self._cache_of([entries[i] for i in batch])
+                cache = self.states_of([ids[i] for i in batch])
                 logits = self.model(self._tensor([tokens] * len(batch)), cache=cache, use_cache=False).logits
                 for i, score in zip(batch, logits[:, 0].float().sigmoid().tolist(), strict=True):
                     scores[i] = score
@@ -419,8 +419,15 @@ class StateIndex:
         columns = {EMBEDDINGS: found} | {name: x.float().cpu() for name, x in columns.items()}
         return [{name: x[row] for name, x in columns.items()} for row in range(len(texts))]
 
-    def _cache_of(self, entries: list[_Entry]) -> Any:
-        """The states after documents, one row each."""
+    def states_of(self, ids: Iterable[str]) -> RecurrentCache:
+        """
+        The states after documents, one row each: a cache of the model, in which a query may be read.
+
+        Raises:
+            KeyError: if there is no document of a name.
+            ValueError: if states are damaged.
+        """
+        entries = [self._entry(name) for name in ids]
         cache, rows = self.model.new_cache(), [self._read_row(entry) for entry in entries]
         for name in rows[0]:
             dtype = torch.float32 if name in cache.float32_names else self.model.dtype
@@ -557,7 +564,7 @@ def _read_index(directory: Path) -> dict[str, Any]:
     about = read_json(path)
     if about.get("subquad_index") != VERSION:
         raise ValueError(f"{path} is not an index that this version can read.")
-    kinds = {"model": dict, "state_dtype": str, "instruction": str | None, "next": int, "files": dict}
+    kinds = {"model": dict, "state_dtype": str, "next": int, "files": dict}
     wrong = [name for name, kind in kinds.items() if name not in about or not isinstance(about[name], kind)]
     if not wrong and {name: type(value) for name, value in about["model"].items()} != {"name": str, "digest": str}:
         wrong.append("model")

@@ -38,7 +38,7 @@ RWKV7_EMBEDDING = Architecture(
     support=Support(**SUPPORT, pipelines="sentence-transformers"),
     vllm=Serving(refusal="this plug-in serves models that generate text"),
     presets={f"goose-embedding-{size}": RWKV7.presets[name] for size, name in SIZES.items()},
-    embedder=Embedder(weights=("rwkv.", "head."), fields=("norm_eps", "end_token_id", "default_task")),
+    embedder=Embedder(weights=("rwkv.", "head."), fields=("norm_eps", "end_token_id", "default_task", "instruction")),
 )
 
 __all__ = ["RWKV7_EMBEDDING"]

@@ -8,7 +8,6 @@ from ..rwkv7.configuration_rwkv7 import Rwkv7Config
 TASKS = ("cls", "sts", "retr")
 # The texts of training: a query to be embedded; and a pair to be scored, whose document comes first. No token of the
 # World vocabulary extends over the line break between the two parts, so the parts have the ids of the whole.
-INSTRUCTION = "Given a query, retrieve documents that answer the query"
 QUERY = "Instruct: {instruction}\nQuery: {query}"
 DOCUMENT = "Instruct: {instruction}\nDocument: {document}\n"
 QUERY_AFTER_DOCUMENT = "Query: {query}"
@@ -24,6 +23,7 @@ class Rwkv7EmbeddingConfig(Rwkv7Config):
         end_token_id: the id at whose tokens the text is pooled. It ends every text.
         tasks: names of the heads.
         default_task: the head of calls without a task. It must be one of `tasks`.
+        instruction: the task of retrieval, which is read before queries, and before documents in a reranker.
 
     For the other fields see [`Rwkv7Config`].
     """
@@ -35,6 +35,7 @@ class Rwkv7EmbeddingConfig(Rwkv7Config):
     end_token_id: int = 65535
     tasks: list[str] | tuple[str, ...] = TASKS
     default_task: str = "retr"
+    instruction: str = "Given a query, retrieve documents that answer the query"
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = 0
 

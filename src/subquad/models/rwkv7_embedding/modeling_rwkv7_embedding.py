@@ -18,7 +18,6 @@ from ...modeling.versions import RecurrentModelOutput, cache_of, named_cache
 from ..rwkv7.modeling_rwkv7 import Rwkv7Model
 from .configuration_rwkv7_embedding import (
     DOCUMENT,
-    INSTRUCTION,
     QUERY,
     QUERY_AFTER_DOCUMENT,
     Rwkv7EmbeddingConfig,
@@ -196,18 +195,15 @@ class Rwkv7EmbeddingModel(Rwkv7EmbeddingPreTrainedModel):
             **named_cache(cache_of(outputs)),
         )
 
-    @staticmethod
-    def query_text(query: str, instruction: str | None = None) -> str:
-        """The text of a query for its embedding. By default the instruction of retrieval."""
-        return QUERY.format(instruction=instruction or INSTRUCTION, query=query)
+    def query_text(self, query: str) -> str:
+        """The text of a query for its embedding."""
+        return QUERY.format(instruction=self.config.instruction, query=query)
 
-    @staticmethod
-    def document_text(document: str, instruction: str | None = None) -> str:
+    def document_text(self, document: str) -> str:
         """The text of a document for a reranker, without an end token. A query follows it."""
-        return DOCUMENT.format(instruction=instruction or INSTRUCTION, document=document)
+        return DOCUMENT.format(instruction=self.config.instruction, document=document)
 
-    @staticmethod
-    def query_after_document(query: str) -> str:
+    def query_after_document(self, query: str) -> str:
         """The text of a query for a reranker, after [`document_text`]."""
         return QUERY_AFTER_DOCUMENT.format(query=query)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import AddedToken
 
-from .configuration_rwkv7_embedding import DOCUMENT, INSTRUCTION, QUERY
+from .configuration_rwkv7_embedding import DOCUMENT, QUERY, QUERY_AFTER_DOCUMENT, Rwkv7EmbeddingConfig
 
 
 if TYPE_CHECKING:
@@ -16,11 +16,13 @@ if TYPE_CHECKING:
 END = "<|embedding|>"  # the name of the token that ends texts
 # The longest text in training. Of longer ones, the end was kept.
 MAX_LENGTH = 2048
+MARK = "\0"
 MODULES = [
     # The argument `task` of `encode` chooses the head.
     ("", "sentence_transformers.base.modules.transformer.Transformer", {"kwargs": ["task"]}),
     ("1_Normalize", "sentence_transformers.base.modules.normalize.Normalize", {}),
 ]
+# Makes one text of a pair. START and BETWEEN stand for string literals.
 PAIR_TEMPLATE = (
     "{%- set text = namespace(document='', query='') -%}"
     "{%- for message in messages -%}"
@@ -28,12 +30,12 @@ PAIR_TEMPLATE = (
     "{%- elif message['role'] == 'query' -%}{%- set text.query = message['content'] -%}"
     "{%- else -%}{{ raise_exception('The roles are document and query, got ' ~ message['role'] ~ '.') }}{%- endif -%}"
     "{%- endfor -%}"
-    "{{- 'START' ~ text.document ~ '\n' ~ 'QUERY' ~ text.query ~ eos_token -}}"
+    "{{- START ~ text.document ~ BETWEEN ~ text.query ~ eos_token -}}"
 )
 
 
 def save_embedding_files(
-    directory: str | os.PathLike, tokenizer: "PreTrainedTokenizerBase", end_token_id: int = 65535
+    directory: str | os.PathLike, tokenizer: "PreTrainedTokenizerBase", config: Rwkv7EmbeddingConfig
 ) -> None:
     """
     Saves the tokenizer of an embedding model beside its weights, and the files with which
@@ -41,15 +43,16 @@ def save_embedding_files(
 
     Args:
         tokenizer: one of this package's, such as a new `RwkvWorldTokenizerFast`. It is changed: it ends every text
-            with a token of that id.
+            with the token `end_token_id` of the configuration.
+        config: the model's configuration.
 
     Raises:
         ValueError: if the tokenizer has another token with that id.
     """
     directory = Path(directory)
-    _add_end(tokenizer, end_token_id, chat_template=None)
+    _add_end(tokenizer, config.end_token_id, chat_template=None)
     tokenizer.add_eos_token = True
-    if tokenizer("a")["input_ids"][-1] != end_token_id:
+    if tokenizer("a")["input_ids"][-1] != config.end_token_id:
         raise ValueError(f"{type(tokenizer).__name__} does not end texts with a token of its own.")
     (directory / "chat_template.jinja").unlink(missing_ok=True)  # of the tokenizer before
     tokenizer.save_pretrained(directory)
@@ -71,7 +74,7 @@ def save_embedding_files(
         directory / "config_sentence_transformers.json",
         {
             "model_type": "SentenceTransformer",
-            "prompts": {"query": QUERY.format(instruction=INSTRUCTION, query=""), "document": ""},
+            "prompts": {"query": QUERY.format(instruction=config.instruction, query=""), "document": ""},
             "default_prompt_name": None,
             "similarity_fn_name": "cosine",
         },
@@ -79,16 +82,15 @@ def save_embedding_files(
 
 
 def save_reranker_files(
-    directory: str | os.PathLike, tokenizer: "PreTrainedTokenizerBase", end_token_id: int = 65535
+    directory: str | os.PathLike, tokenizer: "PreTrainedTokenizerBase", config: Rwkv7EmbeddingConfig
 ) -> None:
     """
     Saves the tokenizer of a reranker beside its weights, with the chat template by which `CrossEncoder(directory)`
     makes one text of document and query. For the arguments see [`save_embedding_files`].
     """
-    start = DOCUMENT.format(instruction=INSTRUCTION, document="").removesuffix("\n")
-    query = "Query: "
-    template = PAIR_TEMPLATE.replace("START", start.replace("\n", "\\n")).replace("QUERY", query)
-    _add_end(tokenizer, end_token_id, template.replace("'\n'", "'\\n'"))
+    pair = DOCUMENT.format(instruction=config.instruction, document=MARK) + QUERY_AFTER_DOCUMENT.format(query="")
+    start, between = map(json.dumps, pair.split(MARK))
+    _add_end(tokenizer, config.end_token_id, PAIR_TEMPLATE.replace("START", start).replace("BETWEEN", between))
     tokenizer.add_eos_token = False  # the template has it
     tokenizer.save_pretrained(directory)
 
