@@ -58,7 +58,7 @@ INSTRUCTION = "Find the tune"
 SCALE = 20.0  # of cosines in the loss
 LONGEST = 250  # characters of a tune in training
 CANDIDATES = 8  # tunes that a line is scored with in a step
-RANKED = 50  # tunes that the reranker scores for a held-out line
+RANKED = 30  # tunes that the reranker scores for a held-out line
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -66,12 +66,12 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--output", type=Path, required=True, help="directory for the models and the index; must not exist")
     add("--folders", nargs="+", default=list(FOLDERS), help="folders of music21's corpus")
-    add("--steps", type=int, default=120, help="training steps of the embedding model")
-    add("--reranker-steps", type=int, default=150, help="training steps of the reranker")
-    add("--batch-size", type=int, default=24, help="lines in a step")
+    add("--steps", type=int, default=60, help="training steps of the embedding model")
+    add("--reranker-steps", type=int, default=80, help="training steps of the reranker")
+    add("--batch-size", type=int, default=16, help="lines in a step")
     add("--lr", type=float, default=2e-3, help="peak of the learning rate")
-    add("--tunes", type=int, default=1000, help="tunes in the index besides the held-out ones")
-    add("--lines", type=int, default=100, help="held-out lines to measure with")
+    add("--tunes", type=int, default=500, help="tunes in the index besides the held-out ones")
+    add("--lines", type=int, default=80, help="held-out lines to measure with")
     add("--threads", type=int, default=os.cpu_count(), help="CPU threads")
     add("--seed", type=int, default=0, help="seed of weights, pairs and keys")
     arguments = parser.parse_args()

@@ -178,7 +178,7 @@ def export(
         for path in weights:
             (_link if link_weights else shutil.copyfile)(path, partial / path.name)
         config.save_pretrained(partial)  # with all sizes: code in a repository does not inspect the tensors
-        for name in ("generation_config.json", "processor_config.json"):
+        for name in ("generation_config.json", "processor_config.json", *REGISTRY[config.model_type].files):
             if (source / name).is_file():
                 shutil.copyfile(source / name, partial / name)
         add_model_code(partial)

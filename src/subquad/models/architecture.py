@@ -250,6 +250,7 @@ class Architecture:
         inspection: the module in the folder that shows the memory's content after a text, for `subquad
             inspect-memory`; None if there is none.
         embedder: see [`Embedder`]; None if the model makes no embeddings of texts.
+        files: names of further files in its directories, which its repositories have too.
     """
 
     model_type: str
@@ -274,6 +275,7 @@ class Architecture:
     fused: FusedModel | None = None
     inspection: str | None = None
     embedder: Embedder | None = None
+    files: tuple[str, ...] = ()
     float_layers: tuple[str, ...] = ()
 
     @property

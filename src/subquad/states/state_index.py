@@ -219,6 +219,7 @@ class StateIndex:
         """
         if batch_size < 1:
             raise ValueError(f"`batch_size` must be at least 1, got {batch_size}.")
+        self._check_unchanged()
         pairs = list(documents.items() if isinstance(documents, Mapping) else documents)
         if twice := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:
             raise ValueError(f"`documents` has some names twice: {listed(twice)}.")
@@ -496,6 +497,7 @@ class StateIndex:
 
     def _write_file(self, waiting: list[tuple[str, str, int, dict[str, torch.Tensor]]]) -> None:
         """Writes documents to a new file, and then an index that has it and no earlier texts of them."""
+        self._check_unchanged()
         number = self._about["next"]
         file = f"states-{number:06}.safetensors"
         self._write_rows(self.directory / file, waiting, self.state_dtype)
@@ -534,6 +536,11 @@ class StateIndex:
         self._embeddings = None
 
     def _write_about(self, about: dict[str, Any]) -> None:
+        self._check_unchanged()
+        _write_json(self.directory / INDEX, about)
+        self._about = about
+
+    def _check_unchanged(self) -> None:
         """
         Raises:
             ValueError: if another process has changed the index since it was opened.
@@ -541,8 +548,6 @@ class StateIndex:
         path = self.directory / INDEX
         if path.exists() and read_json(path) != self._about:
             raise ValueError(f"{path} was changed by another process; open the index again.")
-        _write_json(path, about)
-        self._about = about
 
 
 def _identify(model: str | os.PathLike) -> ModelIdentity:
