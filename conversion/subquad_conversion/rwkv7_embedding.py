@@ -23,7 +23,7 @@ from .rwkv7 import PLACES, Rwkv7Format
 
 RERANKER = "reranker."
 SCORE = "reranker.head.2.weight"
-HEAD = re.compile(r"head\.(\w+)_head\.fc1\.weight")
+HEAD = re.compile(r"head\.(\w+)_head\..+")
 # In a trainer's checkpoints, which hold its whole module: a frozen tower and an untrained projection of images.
 IMAGES = ("vit.", "proj.")
 UNUSED = re.compile(r"(rwkv|reranker)\.blocks\.0\.att\.v[012]")
@@ -57,10 +57,10 @@ class EmbeddingFormat(Rwkv7Format):
     def read(self, found: Mapping[str, SourceTensor], given: Mapping[str, Any]) -> InferredConfig:
         layers = count_blocks(found, "rwkv.blocks.")
         places = places_of("rwkv.", layers)
-        tasks = [head[1] for head in map(HEAD.fullmatch, found) if head]
-        fields = {"num_hidden_layers": layers, "tasks": sorted(tasks)}
-        if given.get("default_task", "retr") not in tasks and tasks:
-            fields["default_task"] = fields["tasks"][0]
+        tasks = sorted({head[1] for head in map(HEAD.fullmatch, found) if head})
+        fields = {"num_hidden_layers": layers, "tasks": tasks}
+        if given.get("default_task", "retr") not in tasks:
+            fields["default_task"] = tasks[0]
         images = sum(name.startswith(IMAGES) for name in found)
         notes = [f"{images} tensors of images ({', '.join(IMAGES)}) were left out"] if images else []
         end = {"eos_token_id": given.get("end_token_id", self.config_class.end_token_id)}
@@ -75,7 +75,7 @@ class EmbeddingFormat(Rwkv7Format):
             save = save_reranker_files if self.model_type == RERANKER_FORMAT.model_type else save_embedding_files
             save(directory, AutoTokenizer.from_pretrained(directory, trust_remote_code=False), config)
         except Exception as error:  # a file may hold anything, so any part of the readers may fail
-            raise ConversionError(f"The tokenizer does not fit: {one_line(error)}") from error
+            raise ConversionError(f"`tokenizer`: choose another, or none. {one_line(error)}") from error
 
 
 class RerankerFormat(EmbeddingFormat):

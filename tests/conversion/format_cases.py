@@ -602,6 +602,63 @@ def gecko() -> tuple[Tensors, Tensors]:
     return {name.removeprefix("model."): x for name, x in weights.items()}, weights
 
 
+# --- EmbeddingRWKV ---
+
+
+def embedding_rwkv(reranker: bool = False) -> tuple[Tensors, Tensors]:
+    """An embedding model, and its reranker as if both were in one file."""
+    blocks = rwkv7_files.trainer_tensors(**GOOSE)
+    del blocks["head.weight"]
+    tensors = {f"rwkv.{name}": x for name, x in blocks.items()}
+    width = GOOSE["heads"] * GOOSE["head_size"]
+    draw = torch.Generator().manual_seed(1)
+    for task in ("cls", "retr", "sts"):
+        for name in ("fc1.weight", "fc2.weight"):
+            tensors[f"head.{task}_head.{name}"] = torch.randn(width, width, generator=draw)
+        tensors |= {f"head.{task}_head.norm.{name}": torch.randn(width, generator=draw) for name in ("weight", "bias")}
+    if reranker:
+        own = rwkv7_files.trainer_tensors(**GOOSE | {"vocabulary": 1, "ranks": (4, 3, 2, 6), "seed": 2})
+        del own["head.weight"]
+        own |= {
+            "head.0.weight": torch.randn(width, width, generator=draw),
+            "head.0.bias": torch.randn(width, generator=draw),
+            "head.2.weight": torch.randn(1, width, generator=draw),
+        }
+        tensors |= {f"reranker.{name}": x for name, x in own.items()}
+    return tensors, dict(tensors)
+
+
+def embedding_case(
+    kind: str, title: str, make: Callable[[], tuple[Tensors, Tensors]], more: str, unused: tuple[str, ...]
+) -> Case:
+    fields = {"num_hidden_layers": 2, "num_heads": 3, "head_dim": 4, "hidden_size": 12, "intermediate_size": 16}
+    return Case(
+        f"rwkv7-{kind}",
+        f"rwkv7_{kind}",
+        make,
+        ("rwkv.blocks.", 1),
+        "rwkv.emb.weight",
+        None,
+        {"vocab_size": 20, **fields, **GOOSE_RANKS, "tasks": ["cls", "retr", "sts"], "eos_token_id": 19},
+        f"{title}: 2 layers of 12, 3 heads of 4{more}, vocabulary 20.",
+        fields={"end_token_id": 19},
+        again=f"rwkv7-{kind}",
+        buffers={f"{prefix}{name}": torch.zeros(2, 2) for prefix in unused for name in rwkv7_files.UNUSED},
+    )
+
+
+EMBEDDING_CASES = (
+    embedding_case("embedding", "EmbeddingRWKV, trainer checkpoint", embedding_rwkv, "", unused=("rwkv.",)),
+    embedding_case(
+        "reranker",
+        "EmbeddingRWKV's reranker with its embedding model, trainer checkpoints",
+        lambda: embedding_rwkv(reranker=True),
+        ", a reranker of 2 layers",
+        unused=("rwkv.", "reranker."),
+    ),
+)
+
+
 CASES = {
     **{case.format: case for case in rwkv_cases("rwkv5", "Eagle (RWKV-5.2)", "VisualRWKV-5.0 (CLIP and Eagle)")},
     **{case.format: case for case in rwkv_cases("rwkv6", "Finch (RWKV-6.0)", "VisualRWKV-6.0 (CLIP and Finch)")},
@@ -633,6 +690,7 @@ CASES = {
     **{case.format: case for case in GOOSE_CASES},
     "visual-rwkv7": VISUAL_GOOSE_CASE,
     **DEEP_EMBED_CASES,
+    **{case.format: case for case in EMBEDDING_CASES},
     "avey": Case(
         "avey",
         "avey",
@@ -690,3 +748,7 @@ CASES = {
 }
 
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+# Without the models that have no vocabulary head.
+each_case_with_head = pytest.mark.parametrize(
+    "case", [pytest.param(case, id=name) for name, case in CASES.items() if case not in EMBEDDING_CASES]
+)

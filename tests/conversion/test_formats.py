@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from byte_level_bpe import TEXT, write_byte_level_bpe
-from format_cases import CASES, each_case, load_whole, make_models_once, notes_of
+from format_cases import CASES, EMBEDDING_CASES, each_case, each_case_with_head, load_whole, make_models_once, notes_of
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
@@ -115,23 +115,24 @@ def test_round_trip(case, dtype, tmp_path):
 @each_case
 def test_a_source_directory(case, tmp_path, capsys):
     """Its configuration and, if it is a language model, its tokenizer come along; the command says what was found."""
+    copied = case.text is None and case not in EMBEDDING_CASES
     source = case.write_directory(tmp_path / "source", auto_map={"AutoModel": "modeling.Model"})
     (source / "modeling.py").write_text("raise SystemExit\n")
     expected = write_byte_level_bpe(source).encode(TEXT).ids
-    options = ["--tokenizer", "none"] if case.text else []
+    options = [] if copied else ["--tokenizer", "none"]
     assert main(["convert", str(source), str(tmp_path / "model"), *options]) == 0
     text = capsys.readouterr().out
     assert f"Recognised {case.described}" in text
     assert "auto_map" not in json.loads((tmp_path / "model/config.json").read_text())
     assert not (tmp_path / "model/modeling.py").exists()
-    if case.text:
+    if not copied:
         assert "Tokenizer: none." in text
         return
     assert f"Tokenizer: copied from {source}." in text
     assert AutoTokenizer.from_pretrained(tmp_path / "model")(TEXT)["input_ids"] == expected
 
 
-@each_case
+@each_case_with_head
 def test_tied_heads(case, tmp_path):
     """A head that the configuration ties is not written, and must be equal to the embeddings if it is there."""
     config = tmp_path / "config.json"
