@@ -130,6 +130,31 @@ DIAGRAMS = {
             [("attended × gate + remembered, output projection",)],
         ),
     ),
+    "rwkv7_embedding": Diagram(
+        "EmbeddingRWKV",
+        "Goose reads the text and its end token; the head of a task makes an embedding of the end token's output.",
+        _rows(
+            [("text, end token",)],
+            [("Goose", "a state of constant size", True)],
+            [("p", "output at the end token")],
+            [("norm of p + W₂ relu(W₁ p)", "one head for each task")],
+            [("embedding",)],
+        ),
+        residual=False,
+    ),
+    "rwkv7_reranker": Diagram(
+        "EmbeddingRWKV's reranker",
+        "Goose reads the document, whose states can be saved, then the query. The reranker's blocks read one learned "
+        "token after the states of its layers, and give a score.",
+        _rows(
+            [("document", "read once"), ("query, end token",)],
+            [("Goose", "its states after the document may be saved", True)],
+            [("a learned token", "input of the reranker"), ("states", "of the layers, after the query", True)],
+            [("blocks of Goose", "one token, each after the state of a layer")],
+            [("score",)],
+        ),
+        residual=False,
+    ),
     "visual_rwkv": Diagram(
         "VisualRWKV",
         "Vision towers turn an image into patches, a projection into embeddings, and Eagle, Finch or Goose reads them "

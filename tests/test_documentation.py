@@ -10,6 +10,7 @@ from cases import tiny_config
 from markdown_it import MarkdownIt
 from pages import run_page
 from PIL import Image
+from retrieval_cases import save_pair
 from transformers import AutoModelForCausalLM
 from visual_cases import save_visual
 
@@ -55,6 +56,9 @@ def directory(tmp_path_factory):
     AutoModelForCausalLM.from_config(tiny_config("rwkv7", vocab_size=65536)).save_pretrained(path / "goose-0.4b")
     tokenizer.save_pretrained(path / "goose-0.4b")
     save_visual(path / "visual-1b6")
+    save_pair(path)
+    (path / "notes").mkdir()
+    (path / "notes/food.md").write_text("# Food\n\nBread needs flour.\n\nSoup needs vegetables.\n")
     Image.new("RGB", (64, 48), "orange").save(path / "photo.jpg")
     return path
 

@@ -19,6 +19,8 @@ FIELDS = {
     "rwkv5": RWKV,
     "rwkv6": RWKV,
     "rwkv7": RWKV,
+    "rwkv7_embedding": {"end_token_id": 9, **RWKV},
+    "rwkv7_reranker": {"end_token_id": 9, **RWKV},
     "avey": {"d_embed": 32, "n_blocks": 1, "chunk_size": 4, "k": 2},
     "avey-b": {"d_embed": 32, "n_layers": 1, "chunk_size": 4},
     "raven": {"hidden_size": 32, "num_hidden_layers": 1, "num_heads": 2, "num_slots": 8, "topk": 2},

@@ -5,16 +5,10 @@ import shutil
 
 import pytest
 import torch
+from retrieval_cases import NAMES, save_pair
 
 import subquad
-from subquad import (
-    Rwkv7EmbeddingConfig,
-    Rwkv7EmbeddingModel,
-    Rwkv7RerankerConfig,
-    Rwkv7RerankerForSequenceClassification,
-    StateIndex,
-)
-from subquad.models.rwkv7_embedding.retrieval_files import save_embedding_files, save_reranker_files
+from subquad import Rwkv7RerankerForSequenceClassification, StateIndex
 from subquad.states import state_index
 from subquad_cli import main
 from subquad_cli.index import passages
@@ -22,8 +16,6 @@ from subquad_tokenizers import ByteTokenizer
 
 
 END = 128
-SIZES = {"vocab_size": END + 1, "end_token_id": END, "hidden_size": 32, "head_dim": 16, "num_hidden_layers": 2}
-CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 DOCUMENTS = {
     "cat": "A cat sat on a mat.",
     "dogs": "Two dogs ran after a third one,\n\nwhich was faster than both of them.",
@@ -37,20 +29,11 @@ DOCUMENTS = {
 def models(tmp_path_factory):
     """The directories of an embedding model, of a reranker with it, and of another reranker."""
     folder = tmp_path_factory.mktemp("models")
-    for name, seed in {"reranker": 0, "other": 1}.items():
-        torch.manual_seed(seed)
-        model = Rwkv7RerankerForSequenceClassification(Rwkv7RerankerConfig(**SIZES, reranker_layers=[1, 0]))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.2)
-        model.save_pretrained(folder / name)
-        save_reranker_files(folder / name, ByteTokenizer(), model.config)
-        if seed == 0:
-            embedder = Rwkv7EmbeddingModel(Rwkv7EmbeddingConfig(**SIZES))
-            weights = model.state_dict().items()
-            embedder.load_state_dict({name: x for name, x in weights if not name.startswith("reranker.")})
-            embedder.save_pretrained(folder / "embedding")
-            save_embedding_files(folder / "embedding", ByteTokenizer(), embedder.config)
+    save_pair(folder / "other pair", ByteTokenizer(), END, seed=1)
+    save_pair(folder, ByteTokenizer(), END, reranker_layers=[1, 0])
+    for name, path in zip(("embedding", "reranker"), NAMES, strict=True):
+        (folder / path).rename(folder / name)
+    (folder / "other pair" / NAMES[1]).rename(folder / "other")
     return folder
 
 

@@ -28,6 +28,13 @@ PUBLISHED = {
     "goose-pile-168m": (167_638_272, 608_256),
     "goose-pile-421m": (421_145_600, 1_622_016),
     "goose-pile-1.47b": (1_465_014_272, 3_244_032),
+    # Shapes of the published files; the paper has 144M, 389M and 1.4B, and 90M, 317M and 1.3B for rerankers alone.
+    "goose-embedding-0.1b": (144_246_528, 608_256),
+    "goose-embedding-0.4b": (389_956_608, 1_622_016),
+    "goose-embedding-1.4b": (1_418_364_928, 3_244_032),
+    "goose-reranker-0.1b": (144_246_528 + 90_963_456, 608_256),
+    "goose-reranker-0.4b": (389_956_608 + 317_601_792, 1_622_016),
+    "goose-reranker-1.4b": (1_418_364_928 + 1_263_169_536, 3_244_032),
     # Appendix A of "Avey": 153M, 496M and 1.52B.
     "avey-0.1b": (152_917_760, None),
     "avey-0.5b": (495_768_320, None),
@@ -54,12 +61,13 @@ def count(config, auto_class=AutoModelForCausalLM):
 def test_published_sizes(preset):
     parameters, elements = PUBLISHED[preset]
     config = subquad.preset_config(preset)
-    found = count(config, getattr(transformers, subquad.lm_auto_class(config.model_type)))
+    auto_class = getattr(transformers, subquad.lm_auto_class(config.model_type))
+    found = count(config, auto_class)
     assert found == parameters if isinstance(parameters, int) else f"{found:.2e}" == f"{parameters:.2e}"
     assert describe(preset).parameters == found
     if elements is not None:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = auto_class.from_config(config)
             cache = model(torch.zeros(1, 2, dtype=torch.long), use_cache=True).cache
         assert cache.num_elements == elements == describe(preset).state_elements
 

@@ -10,6 +10,7 @@ import torch
 from cases import random_ids, tiny_model
 from golden_files import read_golden
 from huggingface_hub.errors import StrictDataclassError
+from retrieval_cases import NAMES, save_pair
 from safetensors.torch import load_file
 from torch.nn.functional import binary_cross_entropy_with_logits, normalize
 from transformers import AutoModel, AutoModelForSequenceClassification
@@ -24,7 +25,7 @@ from subquad import (
     identify,
 )
 from subquad.hub.export import export
-from subquad.models.rwkv7_embedding.retrieval_files import save_embedding_files, save_reranker_files
+from subquad.models.rwkv7_embedding.retrieval_files import save_embedding_files
 from subquad_tokenizers import ByteTokenizer, RwkvWorldTokenizerFast
 
 
@@ -436,16 +437,7 @@ def pair(request, tmp_path_factory):
     pytest.importorskip("sentence_transformers")
     folder, tokenizer = tmp_path_factory.mktemp("pair"), request.param()
     end = 128 if request.param is ByteTokenizer else 65535
-    sizes = {"vocab_size": end + 1, "end_token_id": end, "hidden_size": 32, "head_dim": 16}
-    reranker = make("reranker", **sizes)
-    embedder = make("embedding", **sizes)
-    embedder.load_state_dict({name: x for name, x in reranker.state_dict().items() if "reranker" not in name})
-    embedder.save_pretrained(folder / "embedding")
-    reranker.save_pretrained(folder / "reranker")
-    save_embedding_files(folder / "embedding", copy.deepcopy(tokenizer), embedder.config)
-    save_reranker_files(folder / "reranker", copy.deepcopy(tokenizer), reranker.config)
-    plain = [tokenizer, end]
-    return folder, embedder, reranker, plain
+    return folder, *save_pair(folder, tokenizer, end), (tokenizer, end)
 
 
 def encode(plain, text):
@@ -460,8 +452,8 @@ def test_sentence_transformer(pair, tmp_path):
 
     folder, model, _, plain = pair
     texts = ["A cat.", "Two cats sat on the mat, and a third one watched them.", "x"]
-    SentenceTransformer(str(folder / "embedding")).save(str(tmp_path / "saved"))
-    for path in (folder / "embedding", tmp_path / "saved"):
+    SentenceTransformer(str(folder / NAMES[0])).save(str(tmp_path / "saved"))
+    for path in (folder / NAMES[0], tmp_path / "saved"):
         encoder = SentenceTransformer(str(path))
         assert encoder.max_seq_length == 2048 and encoder.get_embedding_dimension() == 32
         for task in (None, "retr", "sts", "cls"):
@@ -484,8 +476,8 @@ def test_cross_encoder(pair, tmp_path):
 
     folder, _, model, plain = pair
     documents = ["A cat.", "Two cats\n\nsat on the mat.\n", 'Dogs\' "food" {{ x }}']
-    CrossEncoder(str(folder / "reranker")).save(str(tmp_path / "saved"))
-    for path in (folder / "reranker", tmp_path / "saved"):
+    CrossEncoder(str(folder / NAMES[1])).save(str(tmp_path / "saved"))
+    for path in (folder / NAMES[1], tmp_path / "saved"):
         encoder = CrossEncoder(str(path))
         expected = [
             model(encode(plain, model.document_text(text) + model.query_after_document("cats?"))).logits.sigmoid()

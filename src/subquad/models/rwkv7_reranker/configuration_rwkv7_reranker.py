@@ -33,6 +33,7 @@ class Rwkv7RerankerConfig(Rwkv7EmbeddingConfig):
         if not isinstance(self.reranker_config, Rwkv7Config):
             layers = self.num_hidden_layers if self.reranker_layers is None else len(self.reranker_layers)
             same = {name: getattr(self, name) for name in ("hidden_size", "head_dim", "num_heads", "norm_eps")}
+            same |= {name: kwargs[name] for name in self.attribute_map if kwargs.get(name) is not None}
             fields = {"vocab_size": 1, "num_hidden_layers": layers, "use_cache": False, **same}
             fields |= self.reranker_config or {}
             fields.pop("model_type", None)
