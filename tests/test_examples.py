@@ -287,6 +287,22 @@ def test_retrieval(corpus, encoder, tmp_path, capsys, monkeypatch):
     assert model.encode([query]).shape == (1, 32)
 
 
+@pytest.mark.thorough
+def test_embeddings_and_reranker(corpus, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("rank_bm25")
+    from subquad import StateIndex
+
+    importlib.import_module("train_embedding_rwkv")
+    few = Corpus(sorted(corpus.train, key=len)[:20], sorted(corpus.validation, key=len)[:4], {})
+    monkeypatch.setattr("train_embedding_rwkv.load_corpus", lambda folders: few)
+    sizes = ["--steps", 2, "--batch-size", 4, "--reranker-steps", 1, "--lines", 2, "--threads", 1]
+    out = run_example("train_embedding_rwkv", capsys, monkeypatch, "--output", tmp_path / "tunes", *sizes)
+    assert len(re.findall(r"recall@1 [\d.]+%, recall@10 [\d.]+%, MRR@10 [\d.]+", out)) == 10
+    assert sorted(path.name for path in (tmp_path / "tunes").iterdir()) == ["embedding", "index", "reranker"]
+    index = StateIndex.load(tmp_path / "tunes/index", tmp_path / "tunes/reranker")
+    assert len(index) == 24 and len(index.rank("GAG GAB|ded dBG|", 3)) == 3
+
+
 def test_rewards(tmp_path, capsys, monkeypatch):
     arguments = ["--output", tmp_path, "--steps", 1, "--prompts", 2, "--tunes", 2, "--max-new-tokens", 8]
     arguments += ["--threads", 1]
