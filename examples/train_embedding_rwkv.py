@@ -61,8 +61,8 @@ SIZES = (
     *("decay_low_rank_dim", "a_low_rank_dim", "v_low_rank_dim", "gate_low_rank_dim"),
 )
 SCALE = 20.0  # of cosines in the loss
-LONGEST = 250  # characters of a tune in training
-RANKED = 30  # tunes that the reranker scores for a held-out line
+LONGEST = 200  # characters of a tune in training
+RANKED = 20  # tunes that the reranker scores for a held-out line
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -71,11 +71,11 @@ def parse_arguments() -> argparse.Namespace:
     add("--output", type=Path, required=True, help="directory for the models and the index; must not exist")
     add("--folders", nargs="+", default=list(FOLDERS), help="folders of music21's corpus")
     add("--steps", type=int, default=60, help="training steps of the embedding model")
-    add("--reranker-steps", type=int, default=100, help="training steps of both together")
-    add("--batch-size", type=int, default=16, help="lines in a step")
-    add("--lr", type=float, default=2e-3, help="peak of the learning rate")
-    add("--tunes", type=int, default=500, help="tunes in the index besides the held-out ones")
-    add("--lines", type=int, default=80, help="held-out lines to measure with")
+    add("--reranker-steps", type=int, default=60, help="training steps of both together")
+    add("--batch-size", type=int, default=12, help="lines in a step")
+    add("--lr", type=float, default=1.5e-3, help="peak of the learning rate")
+    add("--tunes", type=int, default=105, help="tunes in the index besides the held-out ones")
+    add("--lines", type=int, default=40, help="held-out lines to measure with")
     add("--threads", type=int, default=os.cpu_count(), help="CPU threads")
     add("--seed", type=int, default=0, help="seed of weights, pairs and keys")
     arguments = parser.parse_args()

@@ -15,15 +15,16 @@ DESCRIPTION = """\
 Convert a checkpoint to a directory that `from_pretrained` loads, or to the files of another program.
 
 SOURCE is either
-  - the .pth file of a trainer (RWKV-5.2, RWKV-6.0, RWKV-7, Avey, Avey-B, Raven, Gecko, VisualRWKV-5.0 or -6.0); if a
-    VisualRWKV has two files, NAME_rwkv.pth and NAME_visual.pth, give one of them; or
+  - the .pth file of a trainer (RWKV-5.2, RWKV-6.0, RWKV-7, EmbeddingRWKV, Avey, Avey-B, Raven, Gecko, VisualRWKV-5.0
+    or -6.0); if a VisualRWKV has two files, NAME_rwkv.pth and NAME_visual.pth, give one of them; or
   - a Hub model of type rwkv5, rwkv6, rwkv7, avey, avey-b, raven or gecko: its directory, or the model.safetensors or
     pytorch_model.bin in it, with the configuration and the tokenizer in the same directory; a Finch or a Goose in the
     format of flash-linear-attention, and a Goose of rwkv7-hf or rwkv-rs, too; or
   - an .st file of web-rwkv and Ai00 (RWKV-5.2, RWKV-6.0, RWKV-7); or
   - a .gguf file of llama.cpp (RWKV-6.0, RWKV-7), whose quantised weights become float32; or
   - with --base, an adapter, which is merged: the .pth file of RWKV-PEFT (LoRA, PiSSA, Bone, DiSHA) or a directory of
-    PEFT (LoRA, MiSS).
+    PEFT (LoRA, MiSS); or
+  - with --base, a reranker of EmbeddingRWKV, which becomes one model with its embedding model.
 
 SOURCE is recognised by the names and shapes of its tensors. No code in SOURCE is ever run. DEST appears only
 when it is complete. docs/how-to/formats.md has a table of all formats.
@@ -35,6 +36,7 @@ examples:
   subquad convert ./v5-Eagle-7B-HF ./eagle-7b --dtype bfloat16 --max-shard-size 2GB
   subquad convert visual.pth ./visual-3b --vision-tower ./clip-vit-large-patch14-336
   subquad convert adapter.pth ./tuned --base ./goose-0.4b --lora-alpha 32
+  subquad convert rwkv0b1-reranker.pth ./reranker-0.1b --base rwkv0b1-emb-curriculum.pth
   subquad convert ./finch-1b6 finch-1b6.pth --to pth
   subquad convert ./finch-1b6 finch-1b6-q8.gguf --to gguf --gguf-type Q8_0
 """
@@ -106,7 +108,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     add(
         "--base",
         metavar="PATH",
-        help="if SOURCE is an adapter: its base model, in any format that SOURCE may have",
+        help="if SOURCE is an adapter: its base model, in any format that SOURCE may have; if it is a reranker: the "
+        "embedding model that it was trained with",
     )
     add(
         "--lora-alpha",

@@ -423,6 +423,7 @@ def test_repositories_load_without_the_package(tmp_path):
         expected[kind] = model(ids).logits if kind == "reranker" else model(ids, task="sts").pooler_output
         card = (tmp_path / f"{kind}-hub" / "README.md").read_text()
         assert "State-Centric Retrieval" in card
+        assert f"pipeline_tag: {'text-ranking' if kind == 'reranker' else 'sentence-similarity'}" in card
     subprocess.run([sys.executable, "-c", BARE, str(tmp_path)], check=True, capture_output=True)
     for name, x in load_file(tmp_path / "found.safetensors").items():
         torch.testing.assert_close(x, expected[name].detach(), **CLOSE)
@@ -500,6 +501,32 @@ def test_a_pair_has_the_ids_of_its_parts(pair):
         first, second = model.document_text(document), model.query_after_document("Where?")
         parts = torch.cat([encode(plain, first)[:, :-1], encode(plain, second)], 1)
         assert torch.equal(parts, encode(plain, first + second))
+
+
+BARE_TOOLS = """
+import re, sys
+for name in ("subquad", "subquad_kernels", "subquad_tokenizers", "subquad_native"):
+    sys.modules[name] = None
+for path in sys.argv[1:]:
+    card = open(path + "/README.md", encoding="utf-8").read()
+    exec(re.search("```python\\n(.*?)```", card, re.DOTALL)[1])
+print(float(query @ documents[0]))
+"""
+
+
+def test_the_code_of_cards(pair, tmp_path):
+    """In an environment without this package, sentence-transformers loads the repositories as their cards show."""
+    folder, embedder, _, plain = pair
+    paths = [str(tmp_path / name) for name in NAMES]
+    for name in NAMES:
+        export(folder / name, tmp_path / name)
+    command = [sys.executable, "-c", BARE_TOOLS, *paths]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    with torch.no_grad():
+        texts = embedder.query_text("Where is the Eiffel tower?"), "The Eiffel tower is in Paris."
+        query, document = (normalize(embedder(encode(plain, text)).pooler_output)[0] for text in texts)
+    assert float(done.stdout.splitlines()[-1]) == pytest.approx(float(query @ document), abs=1e-5)
 
 
 def test_tokenizers_that_do_not_fit(tmp_path):

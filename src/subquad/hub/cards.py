@@ -79,11 +79,12 @@ def model_card(
 
     architecture = ModelCard(REGISTRY[config.model_type].card.read_text(encoding="utf-8"))
     paper = MODELS / architecture.data.paper / "paper.bib"
+    task = getattr(architecture.data, "task", TASKS[auto_class])
     fields = {
         "library_name": "transformers",
         "license": "unknown",
         "model_name": name if known.get("eval_results") else None,
-        "pipeline_tag": TASKS[auto_class],
+        "pipeline_tag": task,
         **known,
         "tags": [*architecture.data.tags, "subquad", *known.get("tags", ())],
     }
@@ -99,7 +100,7 @@ def model_card(
         _template("card"),
         name=name,
         architecture=_fill(architecture.text, **values),
-        use=_fill(_template(f"use/{TASKS[auto_class] if has_tokenizer else 'no-tokenizer'}"), **values),
+        use=_fill(_template(f"use/{task if has_tokenizer else 'no-tokenizer'}"), **values),
         targets=json.dumps(REGISTRY[config.model_type].adapter_targets.projections),
         sizes=_table(["", ""], labelled(info).items()),
         evaluation=_evaluation(data.eval_results),
