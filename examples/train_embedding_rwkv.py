@@ -5,8 +5,8 @@ Trains a small EmbeddingRWKV and its reranker to find a tune by one of its lines
 
 Both start from goose-abc, which writes tunes. First the embedding model learns to find the tune of a line among the
 tunes of the batch. Then both are trained together: the reranker learns to tell the right tune from those that the
-embeddings confuse with it. (The authors train the reranker on a frozen embedding model of 0.1 to 1.4 billion
-parameters. The states of this small one do not suffice for that.) At last all tunes are read once into an index.
+embeddings confuse with it. (The authors freeze the embedding model then.) At last all tunes are read once into an
+index. The reranker learns slowly: with the default number of steps it is little better than chance.
 
 The lines of held-out tunes are looked for among all tunes, in their own key and in another one, in which hardly a note
 is the same. `tunes` then holds the two models and the index:
@@ -14,7 +14,7 @@ is the same. `tunes` then holds the two models and the index:
     SentenceTransformer("tunes/embedding"), CrossEncoder("tunes/reranker")
     subquad rank "B2 BA|GABG|A2 AG|FDEF|" --index tunes/index --model tunes/reranker
 
-(`pip install "subquad[tools,train]"`; 20 minutes on one CPU core.)
+(`pip install "subquad[tools,train]"`; a quarter of an hour on one CPU core.)
 """
 
 from __future__ import annotations
