@@ -27,8 +27,8 @@ LIMITS = {
     "raven": 6750,
     "gecko": 8550,
     "visual_rwkv": 8850,
-    "rwkv7_embedding": 6450,
-    "rwkv7_reranker": 6650,
+    "rwkv7_embedding": 5800,
+    "rwkv7_reranker": 6000,
 }
 each_architecture = pytest.mark.parametrize("architecture", REGISTRY.values(), ids=list(REGISTRY))
 
