@@ -19,6 +19,7 @@ FIELDS = {
     "rwkv5": RWKV,
     "rwkv6": RWKV,
     "rwkv7": RWKV,
+    "rwkv7_deep_embed": {"deep_embed_rank": 4, "dea_size": 8, "dea_rank": 4, **RWKV},
     "rwkv7_embedding": {"end_token_id": 9, **RWKV},
     "rwkv7_reranker": {"end_token_id": 9, **RWKV},
     "avey": {"d_embed": 32, "n_blocks": 1, "chunk_size": 4, "k": 2},

@@ -188,14 +188,14 @@ def test_rounding_to_int8():
     x = torch.randn(2, 3, 4, 4) * torch.logspace(-3, 3, 4)[:, None]
     x[0, 0, 1] = 0
     stored = state_index._narrowed({"wkv": x, "attention_shift": x[:, 0, 0]}, torch.int8)
-    assert stored["wkv"].dtype == torch.int8 and stored["wkv.scales"].shape == (2, 3, 4)
+    assert stored["wkv"].dtype == torch.int8 and stored["wkv:scale"].shape == (2, 3, 4, 1)
     assert stored["attention_shift"].dtype == torch.float16
     found = state_index._widened(stored)["wkv"]
     assert ((found - x).abs() <= x.abs().amax(-1, keepdim=True) / 254 * 1.001).all()
     assert not found[0, 0, 1].any()
     with pytest.raises(ValueError, match="`wkv` is not finite in float16"):
         state_index._narrowed({"wkv": torch.full((1, 1, 2, 2), 1e6)}, torch.float16)
-    with pytest.raises(ValueError, match="`wkv.scales` is not finite in int8"):
+    with pytest.raises(ValueError, match="`wkv:scale` is not finite in int8"):
         state_index._narrowed({"wkv": torch.full((1, 1, 2, 2), torch.inf)}, torch.int8)
 
 

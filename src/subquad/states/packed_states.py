@@ -32,16 +32,24 @@ def pack(cache: RecurrentCache, dtype: str) -> RecurrentCache:
     packed.after_blocks = cache.after_blocks.frozen()
     for layer in packed.all_layers:
         for name in layer.states.keys() & set(cache.packed_names):
-            x = layer.states[name]
             if dtype == "int8":
-                # At least the least normal number, so that rows of zeros stay zeros.
-                scale = (x.abs().amax(-1, keepdim=True) / 127).clamp_min(torch.finfo(x.dtype).tiny)
-                x = (x / scale).round_().clamp_(-127, 127)
-                layer.states[name + SCALE] = scale
-            state = layer.states[name] = x.to(DTYPES[dtype])
-            if not (x.isfinite().all() and (dtype == "int8" or state.isfinite().all())):
+                layer.states[name], found = to_int8(layer.states[name])
+                layer.states[name + SCALE] = found
+            else:
+                found = layer.states[name] = layer.states[name].to(DTYPES[dtype])
+            if not found.isfinite().all():
                 raise ValueError(f"the state {name} has numbers that {dtype} cannot represent")
     return packed
+
+
+def to_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    x in int8, and the scale of each row (the last dimension), (..., 1) in the dtype of x: the row's largest absolute
+    value becomes 127. A scale is not finite if its row is not.
+    """
+    # At least the least normal number, so that rows of zeros stay zeros.
+    scale = (x.abs().amax(-1, keepdim=True) / 127).clamp_min(torch.finfo(x.dtype).tiny)
+    return (x / scale).round_().clamp_(-127, 127).to(torch.int8), scale
 
 
 def unpack_states(states: dict[str, torch.Tensor], float32_names: tuple[str, ...]) -> dict[str, torch.Tensor]:

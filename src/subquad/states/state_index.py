@@ -29,12 +29,13 @@ from ..modeling.cache import RecurrentCache
 from ..modeling.state_file import ModelIdentity, describe_owner, open_states, read_about, write_state_file
 from ..models import REGISTRY
 from .identity import identify
+from .packed_states import SCALE, to_int8
 
 
 INDEX = "index.json"
 VERSION = 1
 STATE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
-EMBEDDINGS, SCALES = "embeddings", ".scales"
+EMBEDDINGS = "embeddings"
 # A file of states is written once it would have this many bytes, documents or characters.
 FILE_BYTES, FILE_DOCUMENTS, FILE_CHARACTERS = 2**26, 256, 2**21
 # Files of states that are open at a time.
@@ -612,9 +613,7 @@ def _narrowed(states: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, 
     stored = {}
     for name, x in states.items():
         if dtype == torch.int8 and x.dim() > 2:
-            scales = x.abs().amax(-1, keepdim=True) / 127
-            stored[name] = (x / scales.clamp_min(torch.finfo(torch.float32).tiny)).round().to(torch.int8)
-            stored[name + SCALES] = scales[..., 0]
+            stored[name], stored[name + SCALE] = to_int8(x)
             continue
         stored[name] = x.to(torch.float16 if dtype == torch.int8 else dtype)
     for name, x in stored.items():
@@ -627,9 +626,8 @@ def _widened(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The inverse of [`_narrowed`], in float32."""
     states = {}
     for name, x in stored.items():
-        if not name.endswith(SCALES):
-            scales = stored.get(name + SCALES)
-            states[name] = x.float() if scales is None else x.float() * scales.unsqueeze(-1)
+        if not name.endswith(SCALE):
+            states[name] = x.float() * stored.get(name + SCALE, 1)
     return states
 
 

@@ -18,7 +18,7 @@ from subquad_kernels import low_rank, matmul
 
 from ...modeling.arguments import checks_arguments
 from ...modeling.cache import RecurrentCache
-from ...modeling.layers import LayerNorm, Linear, wide_dtype, widen
+from ...modeling.layers import LayerNorm, Linear, token_shift, wide_dtype, widen
 from ...modeling.padding import last_token
 from ...modeling.protocols import NO_STATE, BlockState
 from ...modeling.tensor_parallel import local_part, times_own_columns
@@ -31,7 +31,6 @@ from ..rwkv7.modeling_rwkv7 import (
     Rwkv7Model,
     Rwkv7PreTrainedModel,
     projection,
-    token_shift,
 )
 from .cache_rwkv7_deep_embed import Rwkv7DeepEmbedCache
 from .configuration_rwkv7_deep_embed import Rwkv7DeepEmbedConfig
