@@ -67,10 +67,6 @@ def has_goose(tensors: Tensors) -> bool:
 # Variants with Goose that are not version 7.00.
 OTHER_GOOSE = (
     Refusal(
-        "EmbeddingRWKV, which makes embeddings of texts",
-        lambda tensors: has_goose(tensors) and _starts(tensors, "head.retr_head."),
-    ),
-    Refusal(
         "VisualRWKV-7.10, without a vision tower",
         lambda tensors: has_goose(tensors) and (_starts(tensors, "vrwkv.") or _has_part(tensors, ".ffn_v.")),
     ),

@@ -258,7 +258,6 @@ def test_a_tower_that_does_not_fit(vision, save, make, tmp_path):
         (["rwkv.blocks.0.att.r_k", "proj.gate.weight", "vtc.blocks.0.x"], ("rwkv.", "vit.", "proj."), "7.03 or 7.04"),
         (["rwkv.blocks.0.att.r_k", "vrwkv.emb.weight"], ("rwkv.", "vit.", "proj."), "7.10, without a vision tower"),
         (["rwkv.blocks.0.att.r_k", "rwkv.blocks.0.ffn_v.x_k"], ("rwkv.", "vit.", "proj."), "7.10"),
-        (["rwkv.blocks.0.att.r_k", "head.retr_head.fc1.weight"], ("rwkv.", "vit.", "proj."), "EmbeddingRWKV"),
         (["rwkv.blocks.0.att.r_k", "vit.dino_featurizer.cls_token"], ("rwkv.", "vit."), "7 with a linear projection"),
         (
             ["proj.gate.weight", *(f"vit.{name}_featurizer.pos_embed" for name in ("dino", "siglip", "sam"))],
