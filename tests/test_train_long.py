@@ -131,6 +131,7 @@ def test_refusals(tmp_path):
         train_long.Pieces(documents(CASES["rwkv7"]), 4, 99)
 
 
+@pytest.mark.thorough
 def test_the_example(tmp_path, capsys, monkeypatch):
     tunes = train_long.load_corpus(("miscFolk",)).train
     monkeypatch.setattr(train_long, "load_corpus", lambda folders: (tunes[4:], tunes[:4]))

@@ -514,6 +514,7 @@ print(float(query @ documents[0]))
 """
 
 
+@pytest.mark.quick_cases("RwkvWorldTokenizerFast")
 def test_the_code_of_cards(pair, tmp_path):
     """In an environment without this package, sentence-transformers loads the repositories as their cards show."""
     folder, embedder, _, plain = pair
