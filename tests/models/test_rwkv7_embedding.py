@@ -412,6 +412,7 @@ save_file({name: x.detach() for name, x in found.items()}, sys.argv[1] + "/found
 """
 
 
+@pytest.mark.thorough
 def test_repositories_load_without_the_package(tmp_path):
     expected = {}
     for kind in CLASSES:
@@ -514,7 +515,7 @@ print(float(query @ documents[0]))
 """
 
 
-@pytest.mark.quick_cases("RwkvWorldTokenizerFast")
+@pytest.mark.thorough
 def test_the_code_of_cards(pair, tmp_path):
     """In an environment without this package, sentence-transformers loads the repositories as their cards show."""
     folder, embedder, _, plain = pair
