@@ -15,8 +15,8 @@ DESCRIPTION = """\
 Convert a checkpoint to a directory that `from_pretrained` loads, or to the files of another program.
 
 SOURCE is either
-  - the .pth file of a trainer (RWKV-5.2, RWKV-6.0, RWKV-7, EmbeddingRWKV, Avey, Avey-B, Raven, Gecko, VisualRWKV-5.0
-    or -6.0); if a VisualRWKV has two files, NAME_rwkv.pth and NAME_visual.pth, give one of them; or
+  - the .pth file of a trainer (RWKV-5.2, RWKV-6.0, RWKV-7, 7a and 7b, EmbeddingRWKV, Avey, Avey-B, Raven, Gecko,
+    VisualRWKV-5.0, -6.0 and -7.00); if a VisualRWKV has two files, NAME_rwkv.pth and NAME_visual.pth, give one; or
   - a Hub model of type rwkv5, rwkv6, rwkv7, avey, avey-b, raven or gecko: its directory, or the model.safetensors or
     pytorch_model.bin in it, with the configuration and the tokenizer in the same directory; a Finch or a Goose in the
     format of flash-linear-attention, and a Goose of rwkv7-hf or rwkv-rs, too; or
