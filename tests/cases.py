@@ -711,7 +711,7 @@ def tiny_model(name: str, auto_class: str | None = None, seed: int = 0, **fields
     return CASES[name].model(auto_class, seed, **fields)
 
 
-LIVELY = {"eagle": "rwkv5", "finch": "rwkv6", "goose": "rwkv7"}
+LIVELY = {"eagle": "rwkv5", "finch": "rwkv6", "goose": "rwkv7", "goose-7a": "rwkv7_deep_embed"}
 
 
 def lively(name: str, **sizes):

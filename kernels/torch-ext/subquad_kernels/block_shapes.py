@@ -1,4 +1,4 @@
-"""The parameters of a block of Eagle (RWKV-5), Finch (RWKV-6) or Goose (RWKV-7): their names and shapes."""
+"""The parameters of a block of Eagle (RWKV-5), Finch (RWKV-6) or Goose (RWKV-7, 7a): their names and shapes."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
@@ -12,6 +12,7 @@ from .c.native import STRIP
 MOST_RANKS = 1024
 # The low ranks of a block, and into how many maps each is divided.
 MAPS = {"wkv": {"shift": 5, "decay": 1}, "delta_wkv": {"decay": 1, "rate": 1, "mix": 1, "gate": 1}}
+MAPS["deep_delta_wkv"] = MAPS["delta_wkv"] | {"factor": 1}
 
 
 def block_shapes(
@@ -21,7 +22,7 @@ def block_shapes(
     The shapes of all that a block has, matrices as (outputs, inputs).
 
     Args:
-        kind: `"wkv"` for Eagle and Finch, `"delta_wkv"` for Goose.
+        kind: `"wkv"` for Eagle and Finch, `"delta_wkv"` for Goose, `"deep_delta_wkv"` for Goose with DeepEmbed.
         sizes: the hidden size, the channels of all heads, and the intermediate size.
         parameters: are asked for the ranks, and for what some blocks do not have.
 
@@ -41,14 +42,17 @@ def block_shapes(
     else:
         names += ["mu_w", "mu_a"]
         of_inner += ["k_k", "k_a", "rate.base", *(["mix.base"] if "mix" in low_ranks else [])]
-        low_ranks += [name for name in ("decay", "rate", "gate") if name not in low_ranks]
+        low_ranks += [name for name in MAPS[kind] if name not in (*low_ranks, "mix")]
     for name in low_ranks:
         maps, down = MAPS[kind][name], parameters.get(f"{name}.down")
         ranks = down.shape[-1] if down is not None and down.dim() else 0
         if not 0 < ranks <= MOST_RANKS or ranks % maps:
             raise ValueError(f"`{name}.down` must have up to {MOST_RANKS} columns for {maps} maps, got {ranks}.")
         shapes[f"{name}.down"] = (width, ranks)
-        shapes[f"{name}.up"] = (maps, ranks // maps, width) if maps > 1 else (ranks, inner)
+        outputs = middle if name == "factor" else inner
+        shapes[f"{name}.up"] = (maps, ranks // maps, width) if maps > 1 else (ranks, outputs)
+        if name == "factor":
+            shapes["factor.base"] = (middle,)
     return shapes | dict.fromkeys(names, (width,)) | dict.fromkeys(of_inner, (inner,))
 
 
@@ -57,7 +61,8 @@ class Block(ABC):
     A block that is read without the modules that hold its parameters.
 
     Args:
-        kind: `"wkv"` for Eagle (RWKV-5) and Finch (RWKV-6), `"delta_wkv"` for Goose (RWKV-7).
+        kind: `"wkv"` for Eagle (RWKV-5) and Finch (RWKV-6), `"delta_wkv"` for Goose (RWKV-7),
+            `"deep_delta_wkv"` for Goose with DeepEmbed (RWKV-7a).
         parameters: by the names of `block.c`: the matrices (out, in) as `NAME.weight`; the low ranks as `NAME.down`,
             `NAME.up` and `NAME.base`; and vectors. A matrix of integers may have a `NAME.scale`.
         heads: number of heads.
@@ -69,6 +74,7 @@ class Block(ABC):
         dtype: dtype of the parameters, and of the stored tokens.
         stream_dtype: dtype of the residual stream: float32 if `dtype` is float16, whose range it may exceed.
         shapes: shapes of the parameters by name, see [`block_shapes`].
+        rank: number of rows and columns of a token's matrix of DeepEmbed; 0 without it.
         mixes: whether it reads the values of Goose's first block.
 
     Raises:
@@ -102,6 +108,7 @@ class Block(ABC):
             raise ValueError(f"There cannot be {heads} heads of {self.inner} channels.")
         self.state_shape = heads, self.inner // heads, self.inner // heads
         self.shapes = block_shapes(kind, sizes, parameters)
+        self.rank = self.shapes.get("factor.down", (0, 0))[1]
         integers = [name for name, x in parameters.items() if not x.is_floating_point()]
         check_names(parameters, self.shapes, {f"{name.rpartition('.')[0]}.scale" for name in integers})
         self.take(parameters)
@@ -153,5 +160,5 @@ def check_alike(blocks: Sequence[Block], *names: str) -> None:
         for name in ("kind", "width", "inner", "middle", "state_shape", *names):
             if (value := getattr(block, name)) != getattr(first, name):
                 raise ValueError(f"Block {number} has the {name} {value}, the first one {getattr(first, name)}.")
-        if first.kind == "delta_wkv" and block.mixes != (number > 0):
+        if first.kind.endswith("delta_wkv") and block.mixes != (number > 0):
             raise ValueError(f"Block {number} reads the values of another block, or should.")

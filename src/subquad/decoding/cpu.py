@@ -1,6 +1,6 @@
 """
-Decoding on a CPU: all blocks of Eagle, Finch or Goose read one token in a single call of a C library, instead of some
-hundred operations each that take longer to be called than to compute.
+Decoding on a CPU: all blocks of Eagle, Finch, Goose or RWKV-7a read one token in a single call of a C library, instead
+of some hundred operations each that take longer to be called than to compute.
 """
 
 import copy
@@ -75,7 +75,7 @@ def make(
     """
     if batch_size > MOST_ROWS:
         raise Unsuitable(f"there are {batch_size} rows, and the C library is made for {MOST_ROWS}.")
-    if (fused := find_fused(architectures, model)) is None or fused.kind not in KINDS:
+    if (fused := find_fused(architectures, model, KINDS)) is None:
         raise Unsuitable(f"the C library has no blocks of {type(model).__name__}.")
     return CpuStep(model, fused, cache, batch_size, alone)
 
@@ -99,7 +99,8 @@ class PreparedModel(ModelOfBlocks):
     ) -> bool:
         before = [[layer.states.get(name) for layer in layers] for name in self.states]
         overwrite = tokens.mask is None and all(layer.can_overwrite("wkv") for layer in layers)
-        after = self.blocks(x, *before, overwrite, None if self.copies is None else self.copies.for_next_token())
+        copies = None if self.copies is None else self.copies.for_next_token()
+        after = self.blocks(x, *before, overwrite, copies, **positions)
         if after is None:
             return False
         for layer, old, new in zip(layers, zip(*before, strict=True), zip(*after, strict=True), strict=True):

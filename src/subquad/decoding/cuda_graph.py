@@ -165,7 +165,7 @@ def make(
         raise Unsuitable(f"the cache is a {type(cache).__name__}.")
     if any(module.training for module in model.modules()):
         raise Unsuitable("the model, or a part of it, is in training mode.")
-    return CudaGraphStep(model, find_fused(architectures, model), cache, batch_size, alone)
+    return CudaGraphStep(model, find_fused(architectures, model, BLOCKS), cache, batch_size, alone)
 
 
 class CapturedToken:

@@ -112,9 +112,10 @@ class FusedModel:
             something else than these do.
         optional: names of layers, norms and parameters that some blocks do not have.
         states: names of a block's states, in the order in which the blocks take them.
-        start: of models whose cache needs the token's positions, `start(base model, x, input_ids, tokens, cache)`,
-            with the embeddings x. It returns the input of the first block, the positions for the cache, their tensors
-            by name for the blocks, and what the last norm takes besides the output of the blocks.
+        start: of models whose cache or blocks need more than x, `start(base model, x, input_ids, tokens, cache)`,
+            with the output x of the embeddings or the first norm. It returns the input of the first block, the
+            positions for the cache or None, tensors by name for the blocks, and what the last norm takes besides the
+            output of the blocks.
     """
 
     kind: str

@@ -35,6 +35,7 @@ struct states {
     const float *state; /* NULL for zeros */
     float *new_state;
     const void *by_unit; /* a copy of the last weight of the feed-forward network, which one row reads; NULL if none */
+    const void *cores; /* (rows, rank, rank), between the two weights of a factor on the hidden units */
 };
 
 /* What the blocks have in common, and what is the same for every product. */
@@ -93,13 +94,20 @@ static int multiply_units(
     return multiply(c, b, m, x, out);
 }
 
-/* out (rows, outputs) = scale * outer(base + inner(x (rows, width) times down) times up), as in low_rank.py. */
+/*
+ * out (rows, outputs) = scale * outer(base + inner(x (rows, width) times down) times up), as in low_rank.py. `low` has room
+ * for MOST_RANKS. With cores (rows, rank, rank), each row is also multiplied by its own before `inner`, and twice the room
+ * is needed.
+ */
 static void add_rank(
     const struct call *c, const struct block *b, const struct offset *o, const float *x, ptrdiff_t outputs, int inner, int outer,
-    float scale, float *low, float *out)
+    float scale, const char *cores, float *low, float *out)
 {
+    float *first = cores ? low + MOST_RANKS : low;
     for (ptrdiff_t row = 0; row < c->rows; row++, out += outputs) {
-        columns(b->dtype, x + row * b->width, o->down, low, b->width, o->rank);
+        columns(b->dtype, x + row * b->width, o->down, first, b->width, o->rank);
+        if (cores)
+            columns(b->dtype, first, cores + row * o->rank * o->rank * size_of(b->dtype), low, o->rank, o->rank);
         activate(inner, low, o->rank);
         columns(b->dtype, low, o->up, out, o->rank, outputs);
         if (o->base)
@@ -149,12 +157,13 @@ static void add_to(float *x, const float *y, ptrdiff_t count)
         store(FLOAT32, x, i, load(FLOAT32, x, i) + load(FLOAT32, y, i), LANES);
 }
 
-static void square_of_relu(float *x, ptrdiff_t count)
+/* x becomes the square of its ReLU, times a factor (count), which may be NULL. */
+static void square_of_relu(float *x, const float *factor, ptrdiff_t count)
 {
     for (ptrdiff_t i = 0; i < count; i += LANES) {
         floats y = load(FLOAT32, x, i);
         y = where((words)(y < 0.f), all(0.f), y); /* NaN stays */
-        store(FLOAT32, x, i, y * y, LANES);
+        store(FLOAT32, x, i, factor ? y * y * load(FLOAT32, factor, i) : y * y, LANES);
     }
 }
 
@@ -243,7 +252,7 @@ static int wkv_block(const struct call *c, const struct wkv_block *p, const stru
     }
     if (p->decay.up) {
         shift(c, b, normed, of->before, p->mu[4], p->shift.up ? offsets : NULL, p->of_token, mixed);
-        add_rank(c, b, &p->decay, mixed, b->inner, TANH, EXP, -1.f, low, w);
+        add_rank(c, b, &p->decay, mixed, b->inner, TANH, EXP, -1.f, NULL, low, w);
     } else
         for (ptrdiff_t i = 0; i < b->inner; i += LANES)
             store(FLOAT32, w, i, -exp_of(load(dtype, p->decay.base, i)), LANES);
@@ -258,7 +267,7 @@ static int wkv_block(const struct call *c, const struct wkv_block *p, const stru
     shift(c, b, normed, of->before_ffn, p->mu_ffn_key, NULL, p->of_token, mixed);
     if (multiply(c, b, &p->ffn_key, mixed, middle))
         return 1;
-    square_of_relu(middle, c->rows * b->middle);
+    square_of_relu(middle, NULL, c->rows * b->middle);
     float *gate = offsets, *values = offsets + size;
     if (multiply_units(c, b, of, &p->ffn_value, middle, values))
         return 1;
@@ -272,11 +281,12 @@ static int wkv_block(const struct call *c, const struct wkv_block *p, const stru
     return 0;
 }
 
-/* A block of Goose (RWKV-7). */
+/* A block of Goose (RWKV-7), or of Goose with DeepEmbed (RWKV-7a). */
 struct delta_block {
     struct block common;
     const void *mu_r, *mu_w, *mu_k, *mu_v, *mu_a, *mu_g;
     struct offset decay, rate, mix, gate; /* there is no mix in the first block */
+    struct offset factor; /* on the hidden units of the feed-forward network, with DeepEmbed */
     const void *k_k, *k_a;
     struct matrix receptance, key, value, output;
     const void *mu_ffn_key;
@@ -289,10 +299,10 @@ static int delta_block(
     const struct block *b = &p->common;
     int dtype = b->dtype;
     ptrdiff_t size = c->rows * b->width, inner = c->rows * b->inner;
-    float *x = take(&s, size), *normed = take(&s, size), *mixed = take(&s, size), *low = take(&s, MOST_RANKS);
+    float *x = take(&s, size), *normed = take(&s, size), *mixed = take(&s, size), *low = take(&s, 2 * MOST_RANKS);
     float *r = take(&s, inner), *k = take(&s, inner), *v = take(&s, inner), *g = take(&s, inner);
     float *w = take(&s, inner), *a = take(&s, inner), *mix = take(&s, inner), *out = take(&s, inner);
-    float *middle = take(&s, c->rows * b->middle);
+    float *middle = take(&s, c->rows * b->middle), *factor = p->factor.up ? take(&s, c->rows * b->middle) : NULL;
 
     widen(b->stream, c->x, 1, size, x, size);
     normalise_rows(c, b, x, b->ln1, b->ln1_bias, normed, of->after);
@@ -306,7 +316,7 @@ static int delta_block(
     if (multiply(c, b, &p->value, mixed, v))
         return 1;
     if (p->mix.up) {
-        add_rank(c, b, &p->mix, mixed, b->inner, NOTHING, SIGMOID, 1.f, low, mix);
+        add_rank(c, b, &p->mix, mixed, b->inner, NOTHING, SIGMOID, 1.f, NULL, low, mix);
         for (ptrdiff_t i = 0; i < inner; i += LANES) {
             floats value = load(FLOAT32, v, i);
             store(FLOAT32, v, i, value + (load(dtype, c->v_first, i) - value) * load(FLOAT32, mix, i), LANES);
@@ -314,11 +324,11 @@ static int delta_block(
     } else
         narrow(dtype, v, c->v_first, inner);
     shift(c, b, normed, of->before, p->mu_w, NULL, 0, mixed);
-    add_rank(c, b, &p->decay, mixed, b->inner, TANH, SIGMOID, -0.60653066f, low, w); /* -exp(-1/2) */
+    add_rank(c, b, &p->decay, mixed, b->inner, TANH, SIGMOID, -0.60653066f, NULL, low, w); /* -exp(-1/2) */
     shift(c, b, normed, of->before, p->mu_a, NULL, 0, mixed);
-    add_rank(c, b, &p->rate, mixed, b->inner, NOTHING, SIGMOID, 1.f, low, a);
+    add_rank(c, b, &p->rate, mixed, b->inner, NOTHING, SIGMOID, 1.f, NULL, low, a);
     shift(c, b, normed, of->before, p->mu_g, NULL, 0, mixed);
-    add_rank(c, b, &p->gate, mixed, b->inner, SIGMOID, NOTHING, 1.f, low, g);
+    add_rank(c, b, &p->gate, mixed, b->inner, SIGMOID, NOTHING, 1.f, NULL, low, g);
     float *kappa = mix;
     subquad_delta_keys(FLOAT32, dtype, k, a, p->k_k, p->k_a, kappa, k, c->rows, b->heads, b->inner / b->heads);
     struct step step = {.r = r, .k = k, .v = v, .kappa = kappa, .a = a, .log_w = w, .out = out};
@@ -333,7 +343,9 @@ static int delta_block(
     shift(c, b, normed, of->before_ffn, p->mu_ffn_key, NULL, 0, mixed);
     if (multiply(c, b, &p->ffn_key, mixed, middle))
         return 1;
-    square_of_relu(middle, c->rows * b->middle);
+    if (factor) /* of the token itself, not of the one before */
+        add_rank(c, b, &p->factor, normed, b->middle, NOTHING, NOTHING, 1.f, of->cores, low, factor);
+    square_of_relu(middle, factor, c->rows * b->middle);
     if (multiply_units(c, b, of, &p->ffn_value, middle, mixed))
         return 1;
     add_to(x, mixed, size);
@@ -344,7 +356,7 @@ static int delta_block(
 /* Room for all that a block computes. The sizes are multiples of LANES, so that nothing is added to them. */
 static struct scratch room(const struct call *c, const struct block *b)
 {
-    ptrdiff_t numbers = c->rows * (9 * b->width + 8 * b->inner + b->middle) + MOST_RANKS;
+    ptrdiff_t numbers = c->rows * (9 * b->width + 8 * b->inner + 2 * b->middle) + 2 * MOST_RANKS;
     return (struct scratch){malloc(numbers * sizeof(float))};
 }
 

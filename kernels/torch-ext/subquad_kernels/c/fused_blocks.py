@@ -62,7 +62,7 @@ class _DeltaBlock(ctypes.Structure):
     _fields_ = [
         ("common", _Block),
         *_fields(_pointer, "mu_r", "mu_w", "mu_k", "mu_v", "mu_a", "mu_g"),
-        *_fields(_Offset, "decay", "rate", "mix", "gate"),
+        *_fields(_Offset, "decay", "rate", "mix", "gate", "factor"),
         *_fields(_pointer, "k_k", "k_a"),
         *_fields(_Matrix, "receptance", "key", "value", "output"),
         ("mu_ffn_key", _pointer),
@@ -70,7 +70,7 @@ class _DeltaBlock(ctypes.Structure):
     ]
 
 
-KINDS = {"wkv": _WkvBlock, "delta_wkv": _DeltaBlock}
+KINDS = {"wkv": _WkvBlock, "delta_wkv": _DeltaBlock, "deep_delta_wkv": _DeltaBlock}
 
 
 # Of matrices of integers: their bits, and how they are stored.
@@ -154,13 +154,13 @@ class FusedBlocks:
 
     def __init__(self, blocks: Sequence[FusedBlock]):
         first, found = blocks[0], library()
-        check_alike(blocks, "dtype")
+        check_alike(blocks, "dtype", "rank")
         self._structs = (KINDS[first.kind] * len(blocks))(*(block.struct for block in blocks))
         self._run = found.wkv_blocks if first.kind == "wkv" else found.delta_blocks
         self._parallel = found.parallel
         self.number, self.dtype, self.stream_dtype = len(blocks), first.dtype, first.stream_dtype
         self.width, self.inner, self.state_shape = first.width, first.inner, first.state_shape
-        self._keeps_values = first.kind == "delta_wkv"
+        self.rank, self._keeps_values = first.rank, first.kind != "wkv"
 
     def bytes_by_unit(self) -> int:
         """The size in bytes of what [`copy_by_unit`] returns."""
@@ -193,6 +193,7 @@ class FusedBlocks:
         states: Sequence[torch.Tensor | None],
         inplace: bool,
         by_unit: Sequence[torch.Tensor | None] | None = None,
+        cores: torch.Tensor | None = None,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]] | None:
         """
         One token of each row. All tensors except x and the states have `dtype`, and all are contiguous.
@@ -204,6 +205,7 @@ class FusedBlocks:
             states: for each recurrence, float32 (B, H, K, V), or (B, H, V, K) for Goose; None means zeros.
             inplace: whether to write the new states into `states`; missing ones are created.
             by_unit: for each block, what `copy_by_unit` returned, or None. One row reads it in place of the weight.
+            cores: with DeepEmbed, each block's matrix of each token, (blocks, B, 1, R, R); else None.
 
         Returns:
             these tokens, normalised, for the next call's `before` and `before_ffn`; and the new states. None, with
@@ -225,14 +227,17 @@ class FusedBlocks:
             size = self.bytes_by_unit()
             if not readable(torch.uint8, *by_unit) or any(y is not None and y.numel() != size for y in by_unit):
                 return None
+        wanted = (self.number, rows, 1, self.rank, self.rank) if self.rank else None
+        if (cores if cores is None else cores.shape) != wanted or not readable(self.dtype, cores):
+            return None
         after = x.new_empty(2 * self.number, rows, self.width, dtype=self.dtype).unbind()
         after, after_ffn = after[: self.number], after[self.number :]
         new_states = [
             state if inplace and state is not None else x.new_empty((rows, *self.state_shape), dtype=torch.float32)
             for state in states
         ]
-        by_unit = self.number * [None] if by_unit is None else by_unit
-        of_blocks = zip(before, before_ffn, after, after_ffn, states, new_states, by_unit, strict=True)
+        optional = (self.number * [None] if each is None else each for each in (by_unit, cores))
+        of_blocks = zip(before, before_ffn, after, after_ffn, states, new_states, *optional, strict=True)
         addresses = [y if y is None else y.data_ptr() for of_block in of_blocks for y in of_block]
         call = _Call(torch.get_num_threads() if self._parallel else 1, self._parallel, rows, x.data_ptr())
         places = (ctypes.c_void_p * len(addresses))(*addresses)

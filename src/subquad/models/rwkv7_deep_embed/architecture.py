@@ -35,6 +35,15 @@ def costs(config, parameters: int) -> Costs:
     return Costs(inference, 3 * inference, fixed_state=fixed, growing_state=layers * of_attention)
 
 
+def fused_start(decoder, x, input_ids, tokens, cache) -> tuple[Any, Any, dict[str, Any], tuple]:
+    """With the matrices of DeepEmbed of each block."""
+    import torch
+
+    blocks = decoder.blocks[: decoder.config.num_hidden_layers]
+    x0 = x.to(blocks[0].ln0.weight.dtype)
+    return x, None, {"cores": torch.stack([block.ffn.matrices(input_ids, x0) for block in blocks])}, ()
+
+
 # The only published size.
 SIZES: dict[str, Any] = _preset(12, 768, (64, 32, 128))
 
@@ -72,6 +81,20 @@ RWKV7_DEEP_EMBED = Architecture(
     ),
     presets={"rwkv7a-0.1b": SIZES, "rwkv7b-0.1b": {**SIZES, "dea_size": 256}},
     tunable_state=RWKV7.tunable_state,
+    fused=dataclasses.replace(
+        RWKV7.fused,
+        kind="deep_delta_wkv",
+        classes={**RWKV7.fused.classes, "": "Rwkv7DeepEmbedBlock", "ffn": "Rwkv7DeepEmbedChannelMixing"},
+        layers={**RWKV7.fused.layers, "qkv": "qkv"},  # refused, because the attention of RWKV-7b is no linear layer
+        parameters={
+            **RWKV7.fused.parameters,
+            "factor.base": "ffn.s0",
+            "factor.down": "ffn.s1",
+            "factor.up": "ffn.s2",
+        },
+        optional=(*RWKV7.fused.optional, "qkv"),
+        start=fused_start,
+    ),
 )
 
 __all__ = ["RWKV7_DEEP_EMBED"]

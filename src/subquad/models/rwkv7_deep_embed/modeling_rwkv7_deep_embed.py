@@ -68,11 +68,9 @@ def table_of(config: Rwkv7DeepEmbedConfig, width: int) -> tuple[Rwkv7Table, Line
     return Rwkv7Table(config.vocab_size, width), of_x0
 
 
-def look_up(
-    table: Rwkv7Table, of_x0: Linear | None, inputs: DeepEmbedTokens, x0: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """The rows of a call's tokens, (batch, length, width). For x0 (batch, length, hidden_size) see the block."""
-    rows = table(inputs.input_ids).to(dtype)
+def look_up(table: Rwkv7Table, of_x0: Linear | None, ids: torch.Tensor, x0: torch.Tensor) -> torch.Tensor:
+    """The rows of ids (batch, length), (batch, length, width). For x0 (batch, length, hidden_size) see the block."""
+    rows = table(ids).to(x0.dtype)
     return rows if of_x0 is None else rows + of_x0(x0)
 
 
@@ -102,12 +100,15 @@ class Rwkv7DeepEmbedChannelMixing(Rwkv7ChannelMixing):
         self.s1 = nn.Parameter(torch.empty(config.hidden_size, self.rank))
         self.s2 = nn.Parameter(torch.empty(self.rank, config.intermediate_size))
 
+    def matrices(self, ids: torch.Tensor, x0: torch.Tensor) -> torch.Tensor:
+        """The rows of ids (batch, length) as matrices (batch, length, rank, rank)."""
+        return look_up(self.s_emb, self.s_emb_x, ids, x0).unflatten(-1, (self.rank, self.rank))
+
     def forward(
         self, x: torch.Tensor, x0: torch.Tensor, inputs: DeepEmbedTokens, state: BlockState = NO_STATE
     ) -> torch.Tensor:
         """x and x0 (batch, length, hidden_size); the output has the same shape."""
-        rows = look_up(self.s_emb, self.s_emb_x, inputs, x0, x.dtype)
-        e = matmul(x, self.s1).unsqueeze(-2) @ torch.unflatten(rows, -1, (self.rank, self.rank))
+        e = matmul(x, self.s1).unsqueeze(-2) @ self.matrices(inputs.input_ids, x0)
         factor = times_own_columns(e.squeeze(-2), self.s2) + local_part(self.s0)
         return self.value(self.activate(x, inputs.tokens, state) * factor)
 
@@ -165,8 +166,8 @@ class Rwkv7DeepEmbedDea(nn.Module):
         # Nothing normalises the stream: in float16 the products need its range.
         k1, k2, v1, v2 = (weight.to(x.dtype) for weight in (self.k1, self.k2, self.v1, self.v2))
         q = self.qq(x)
-        k = low_rank(x, k1, k2) * look_up(self.k_emb, self.k_emb_x, inputs, x0, x0.dtype)
-        v = low_rank(x, v1, v2, outer="tanh") * look_up(self.v_emb, self.v_emb_x, inputs, x0, x0.dtype)
+        k = low_rank(x, k1, k2) * look_up(self.k_emb, self.k_emb_x, inputs.input_ids, x0)
+        v = low_rank(x, v1, v2, outer="tanh") * look_up(self.v_emb, self.v_emb_x, inputs.input_ids, x0)
 
         # The token shift follows the products with the tables, and comes before the norms.
         qkv, last = torch.cat((q, k, v), dim=-1), state.get("qkv_shift")
