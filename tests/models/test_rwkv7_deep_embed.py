@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import subquad
 from subquad import Rwkv7DeepEmbedConfig, Rwkv7DeepEmbedForCausalLM
 from subquad.models.rwkv7_deep_embed import modeling_rwkv7_deep_embed as modeling
+from subquad_kernels.c import native
 
 
 each_variant = each(DEEP_EMBED_A, DEEP_EMBED)
@@ -65,6 +66,20 @@ def test_what_the_demos_of_the_authors_computed(name, dtype, tolerance):
         close(found, tensors[f"dea.{i}"])
     model.merge_tables()
     close(model(ids).logits, tensors["logits"])
+
+
+@torch.no_grad()
+@pytest.mark.skipif(native.library() is None, reason="the C library is not available")
+def test_the_c_library_computes_what_the_demo_did(tmp_path):
+    """With tables as they are in checkpoints, merged, and mapped from a file."""
+    tensors, model = published("rwkv7a", torch.float32)
+    for change in (lambda: None, model.merge_tables, lambda: model.map_tables(tmp_path)):
+        model.save_pretrained(tmp_path)
+        change()
+        step = model.decoding_step(model.new_cache(), 2)
+        step.eager = None  # never called
+        logits = torch.stack([step(token) for token in tensors["input_ids"].split(1, 1)], 1)
+        torch.testing.assert_close(logits, tensors["logits"], atol=1e-4, rtol=0)
 
 
 def attend_by_token(dea, x, x0, ids):
