@@ -39,7 +39,7 @@ from measuring import cpu_name, megabytes
 
 
 PRESETS = {"7a": "rwkv7a-0.1b", "7b": "rwkv7b-0.1b"}
-QUICK = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128}
+QUICK = {"vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 128}
 
 
 def private_megabytes() -> float:
@@ -128,8 +128,8 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
             with torch.no_grad():
                 cache = model(torch.randint(vocabulary, (1, context), generator=draws), use_cache=True).cache
             steps[name] = model.decoding_step(cache)
-            if name == "Goose":
-                steps["Goose, in torch"] = EagerStep(model, cache.clone(), 1)
+            if steps[name].kind == "cpu":
+                steps[f"{name}, in torch"] = EagerStep(model, cache.clone(), 1)
         times = {name: [] for name in steps}
         for number, (name, step) in itertools.product(range(options.rounds + 1), steps.items()):
             for token in torch.randint(vocabulary, (options.tokens,), generator=draws):

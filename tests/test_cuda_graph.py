@@ -505,13 +505,17 @@ def test_what_cannot_be_captured(said):
     assert model.decoding_step(cache, 1).kind == "eager"
     model.eval().base_model.blocks[1].register_buffer("far", torch.zeros(1, device="meta"))
     assert model.decoding_step(cache, 1).kind == "eager"
+    deep = tiny_model("rwkv7_deep_embed")
+    deep.rwkv7.blocks[0].ffn.s_emb.to("meta")
+    assert deep.decoding_step(deep.new_cache(), 1).kind == "eager"
     reasons = (
         "StaticRecurrentCache",
         "splits",
         "training mode",
         "blocks.1.far` is a Tensor on meta",
+        "rows of the tables are copied from another device",
     )
-    assert len(said) == 4
+    assert len(said) == 5
     for text, reason in zip(said, reasons, strict=True):
         assert reason in text
 

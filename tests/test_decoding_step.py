@@ -32,9 +32,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(params=LIVELY)
+@pytest.fixture(params=["finch", "goose-7a"])
 def model(request):
+    """One of each block program; `each_model` adds their other kinds of blocks."""
     return make(request.param)
+
+
+each_model = pytest.mark.parametrize("model", LIVELY, indirect=True)
 
 
 weights = functools.cache(lively)
@@ -82,6 +86,7 @@ def first_block(model, number=0):
     return block, getattr(block, "att", None) or block.attention
 
 
+@each_model
 @pytest.mark.parametrize("batch", [1, 3, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_equals_the_blocks(model, dtype, batch, calls):
@@ -106,6 +111,7 @@ def test_equals_the_blocks(model, dtype, batch, calls):
     torch.testing.assert_close(logits / scale, whole / scale, rtol=0, atol=tolerance)
 
 
+@each_model
 def test_stream_beyond_float16(model, calls):
     """In float16, what the blocks read and put out is float32."""
     if torch.float16 not in native.library().dtypes:
@@ -126,6 +132,7 @@ def test_stream_beyond_float16(model, calls):
     assert (logits - expected.logits).norm() < 4e-3 * expected.logits.norm()
 
 
+@each_model
 @pytest.mark.parametrize("method", [Int8Config, Int4Config])
 def test_integers(model, method, calls, tmp_path):
     model.save_pretrained(tmp_path)
@@ -391,6 +398,7 @@ def test_threads(model):
     assert all(found[n].equal(x) for n, x in enumerate(expected))
 
 
+@each_model
 def test_refuses_parameters_that_do_not_fit(model, monkeypatch):
     """What would be read beyond its end."""
     made, init = [], FusedBlock.__init__
@@ -459,6 +467,7 @@ def test_refuses_integers_that_do_not_fit(method, monkeypatch, tmp_path):
             FusedBlock(kind, {key: x for key, x in parameters.items() if key != f"{name}.scale"}, **numbers)
 
 
+@each_model
 def test_tokens_that_do_not_fit(model, monkeypatch):
     """The block is not run in one call: nothing is read from memory that holds other numbers."""
     given, run = [], FusedBlocks.__call__
@@ -490,6 +499,7 @@ def unlike(x):
     return x.double(), torch._neg_view(x), x.to("meta"), torch.stack((x, x), -1)[..., 0], x[..., : x.shape[-1] // 2]
 
 
+@each_model
 def test_blocks_that_do_not_fit_each_other(model):
     """The library makes room for the first one."""
     fused, watch = REGISTRY[model.config.model_type].fused, Watch([])

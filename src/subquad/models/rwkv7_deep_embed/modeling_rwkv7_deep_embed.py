@@ -102,7 +102,7 @@ class Rwkv7DeepEmbedChannelMixing(Rwkv7ChannelMixing):
 
     def matrices(self, ids: torch.Tensor, x0: torch.Tensor) -> torch.Tensor:
         """The rows of ids (batch, length) as matrices (batch, length, rank, rank)."""
-        return look_up(self.s_emb, self.s_emb_x, ids, x0).unflatten(-1, (self.rank, self.rank))
+        return torch.unflatten(look_up(self.s_emb, self.s_emb_x, ids, x0), -1, (self.rank, self.rank))
 
     def forward(
         self, x: torch.Tensor, x0: torch.Tensor, inputs: DeepEmbedTokens, state: BlockState = NO_STATE
