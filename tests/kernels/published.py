@@ -38,10 +38,9 @@ import kernel_cases  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 import subquad  # noqa: E402
-from subquad.decoding.cuda_graph import FusedToken  # noqa: E402
+from subquad.decoding.cuda_graph import find_blocks  # noqa: E402
 from subquad.decoding.fused import find_fused  # noqa: E402
 from subquad.hub.presets import PRESETS, preset_config  # noqa: E402
-from subquad_kernels.fused_step import BLOCKS  # noqa: E402
 
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -82,10 +81,11 @@ def of_models(dtype: torch.dtype) -> None:
 
 def read_fused(model: transformers.PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None = None) -> None:
     """A token as a CUDA graph captures it, if the model has kernels of whole blocks."""
-    if (fused := find_fused(subquad.models.REGISTRY.values(), model, BLOCKS)) is not None:
+    fused = find_fused(subquad.models.REGISTRY.values(), model)
+    if (blocks := find_blocks(model, fused, ids.shape[0])) is not None:
         cache = model.new_cache(static=True)
         model(input_ids=ids, past_key_values=cache)
-        assert FusedToken(model, fused).read(ids, mask, cache) is not None
+        assert blocks.read(ids, mask, cache) is not None
 
 
 def kind_of(module: ModuleType) -> type[benchmark.Case]:

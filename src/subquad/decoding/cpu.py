@@ -75,7 +75,7 @@ def make(
     """
     if batch_size > MOST_ROWS:
         raise Unsuitable(f"there are {batch_size} rows, and the C library is made for {MOST_ROWS}.")
-    if (fused := find_fused(architectures, model, KINDS)) is None:
+    if (fused := find_fused(architectures, model)) is None or fused.kind not in KINDS:
         raise Unsuitable(f"the C library has no blocks of {type(model).__name__}.")
     return CpuStep(model, fused, cache, batch_size, alone)
 

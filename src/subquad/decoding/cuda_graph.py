@@ -165,7 +165,7 @@ def make(
         raise Unsuitable(f"the cache is a {type(cache).__name__}.")
     if any(module.training for module in model.modules()):
         raise Unsuitable("the model, or a part of it, is in training mode.")
-    return CudaGraphStep(model, find_fused(architectures, model, BLOCKS), cache, batch_size, alone)
+    return CudaGraphStep(model, find_fused(architectures, model), cache, batch_size, alone)
 
 
 class CapturedToken:
@@ -244,7 +244,7 @@ class CapturedToken:
         """Captures the kernels; `pool` is the memory that they may share."""
         mask, rows = self._mask if masked else None, len(self._ids)
         # The kernels of whole blocks do not write what a token adds to a record.
-        blocks = _find_blocks(model, fused, rows) if self.tape is None else None
+        blocks = find_blocks(model, fused, rows) if self.tape is None else None
         read = functools.partial(self._read_by_model, EagerStep(model, self.cache, rows), mask)
         current = torch.cuda.current_stream(model.device)
         if (stream := _streams.get(model.device)) is None:
@@ -312,7 +312,7 @@ class FusedToken(ModelOfBlocks):
         return True
 
 
-def _find_blocks(model: PreTrainedModel, fused: "FusedModel | None", rows: int) -> FusedToken | None:
+def find_blocks(model: PreTrainedModel, fused: "FusedModel | None", rows: int) -> FusedToken | None:
     """The model for the fused kernels; None if they are not made for it, or for so many rows."""
     if fused is None or rows > MOST_ROWS:
         return None

@@ -2,7 +2,7 @@
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -25,14 +25,11 @@ Block = TypeVar("Block")
 _MODELS = f"{__package__.rpartition('.')[0]}.models."
 
 
-def find_fused(
-    architectures: Iterable["Architecture"], model: PreTrainedModel, kinds: Collection[str]
-) -> "FusedModel | None":
-    """The parts of a language model of an architecture; None if it is none, or has no blocks of these kinds."""
+def find_fused(architectures: Iterable["Architecture"], model: PreTrainedModel) -> "FusedModel | None":
+    """The parts of a language model of one of the architectures; None if it is none, or has no such blocks."""
     heads = {each.path(each.heads[each.lm_auto_class]) for each in architectures}
     fused = {each.path(each.heads["AutoModel"]): each.fused for each in architectures}
-    found = fused.get(_path(type(model.get_decoder()))) if _path(type(model)) in heads else None
-    return found if found is not None and found.kind in kinds else None
+    return fused.get(_path(type(model.get_decoder()))) if _path(type(model)) in heads else None
 
 
 def _path(cls: type) -> str:

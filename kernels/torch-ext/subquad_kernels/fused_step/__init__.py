@@ -11,6 +11,8 @@ from ..checks import check_stored
 
 # The most rows that the kernels are made for. With more, the products of a library for matrices are faster.
 MOST_ROWS = 32
+# A program of DeepEmbed holds a token's whole matrix.
+MOST_RANKS_OF_CORES = 64
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _REFUSAL = "The kernels do not read"
 
@@ -27,6 +29,10 @@ class StepBlock(Block):
         self.parameters, self.device = parameters, parameters["ln1"].device
         _check_tensors(parameters, self.shapes, self.dtype, self.device)
         self.ranks = sum(shape[-1] for name, shape in self.shapes.items() if name.endswith(".down"))
+        if self.rank:
+            if self.rank > MOST_RANKS_OF_CORES:
+                raise ValueError(f"{_REFUSAL} DeepEmbed of rank {self.rank}, more than {MOST_RANKS_OF_CORES}.")
+            self.parameters = parameters | {"mu_nothing": torch.zeros_like(parameters["ln2"])}
 
     def states(self, rows: int, positions: dict[str, torch.Tensor]) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shapes and dtypes of the normalised tokens before, of the two token shifts, and of the recurrence."""
@@ -59,6 +65,8 @@ class SlotBlock:
     Raises:
         ValueError: if the kernels cannot compute such a block; the message says why.
     """
+
+    rank = 0  # without DeepEmbed
 
     def __init__(
         self,
@@ -136,6 +144,8 @@ class ChunkBlock:
         ValueError: if the kernels cannot compute such a block; the message says why.
     """
 
+    rank = 0  # without DeepEmbed
+
     def __init__(
         self,
         kind: str,
@@ -190,7 +200,10 @@ class ChunkBlock:
         return ChunkToken, run_chunk_block
 
 
-BLOCKS = {"wkv": StepBlock, "delta_wkv": StepBlock, "slot_memory": SlotBlock, "working_memory": ChunkBlock}
+BLOCKS = {
+    **dict.fromkeys(("wkv", "delta_wkv", "deep_delta_wkv"), StepBlock),
+    **{"slot_memory": SlotBlock, "working_memory": ChunkBlock},
+}
 
 
 def _check_tensors(
@@ -218,7 +231,7 @@ class StepBlocks:
 
     def __init__(self, blocks: Sequence[StepBlock | SlotBlock | ChunkBlock]):
         self.blocks, first = blocks, blocks[0]
-        check_alike(blocks, "dtype", "device")
+        check_alike(blocks, "dtype", "device", "rank")
         self._backend = choose_backend("fused_step", "auto", ("eager", "triton"), first.parameters["ln1"])
 
     def __call__(
@@ -238,7 +251,8 @@ class StepBlocks:
                 (B, D), in the dtype of the blocks, and of the recurrence float32 (B, H, K, V), or (B, H, V, K) of
                 Goose. Raven's is its slot memory, float32 (B, H, slots, K + V). For Gecko's see `ChunkBlock.states`.
             mask: bool (B, 1), False for a row that reads nothing: its states stay.
-            positions: of Gecko alone, see [`subquad_kernels.fused_step.gecko_kernels.ChunkToken`].
+            positions: Gecko's, see [`subquad_kernels.fused_step.gecko_kernels.ChunkToken`]. With DeepEmbed, "cores":
+                each block's matrix of each token, (blocks, B, 1, R, R), in the dtype of the blocks.
 
         Returns:
             whether it was done. It is not if the tensors do not fit the blocks, there are more than `MOST_ROWS` rows,
@@ -249,6 +263,9 @@ class StepBlocks:
         wanted = [(x, (rows, 1, first.width), first.stream_dtype)]
         for block, of_block in zip(self.blocks, states, strict=True):
             wanted += [(y, *how) for y, how in zip(of_block, block.states(rows, positions), strict=True)]
+        if first.rank:
+            shape = (len(self.blocks), rows, 1, first.rank, first.rank)
+            wanted.append((positions.get("cores"), shape, first.dtype))
         if rows > MOST_ROWS or any(not _fits(*each, first.device) for each in wanted):
             return False
         if mask is not None and not _fits(mask, (rows, 1), torch.bool, first.device):

@@ -1,5 +1,5 @@
 """
-One token of a block of Eagle, Finch or Goose as Triton kernels, for a few rows.
+One token of a block of Eagle, Finch or Goose (also RWKV-7a) as Triton kernels, for a few rows.
 
 A token of a model waits for the memory that holds its weights, and for kernels to begin. So whatever needs no sum over
 all channels of the kernel before it is computed where it is read: a norm in every program that reads what it
@@ -40,6 +40,8 @@ SHIFT = {True: {"BK": 512, "num_warps": 8}, False: {"BK": 512, "num_warps": 4}}
 MIXED_CHANNELS = {True: (16, 128), False: (32, 128)}
 # Columns of second maps that a program computes of several rows, inputs at a time, and warps.
 SECOND_MAPS = {"BC": 32, "BR": 64, "num_warps": 4}
+# Hidden units that a program of DeepEmbed multiplies, and warps.
+FACTORS = {"BC": 128, "num_warps": 4}
 # Warps of a program that has the state of a head, with one row and with more.
 HEAD_WARPS = {True: 4, False: 2}
 
@@ -519,6 +521,27 @@ def _delta_kernel(
     tl.store(out + here, (y * gate).to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _factor_kernel(
+    low, core, base, up, units,
+    N: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """DeepEmbed: some units (rows, N) times base (N) + low (rows, R) · core (rows, R, R) · up (R, N)."""
+    _begin(OVERLAP)
+    row, ranks = tl.program_id(1), tl.arange(0, BR)
+    columns = tl.program_id(0) * BC + tl.arange(0, BC)
+    inside = columns < N
+    tile = _load(up + ranks[:, None] * N + columns[None, :], (ranks < R)[:, None] & inside[None, :])
+    factor = _load(base + columns, inside)
+    _wait(OVERLAP)
+    cells, in_core = ranks[:, None] * R + ranks[None, :], (ranks < R)[:, None] & (ranks < R)[None, :]
+    matrix = _load(core + row * (R * R) + cells, in_core)
+    inner = tl.sum(_load(low + row * R + ranks, ranks < R)[:, None] * matrix, 0)
+    factor += tl.sum(inner[:, None] * tile, 0)
+    units += row * N
+    tl.store(units + columns, (_load(units + columns, inside) * factor).to(units.dtype.element_ty), mask=inside)
+
+
 @functools.cache
 def _overlaps(device: torch.device) -> bool:
     """Whether a kernel may begin while the one before it still runs, and wait for it."""
@@ -588,7 +611,8 @@ class ShiftedToken(Token):
         self.products, self.v_first = self.room(4, rows, inner), self.room(rows, inner)
         self.gate = self.room(rows, width)
         self.low = self.room(rows * max(block.ranks, 1))
-        self.maps = self.room(4, rows, inner) if rows > 1 and block.kind == "delta_wkv" else None
+        self.maps = self.room(4, rows, inner) if rows > 1 and block.kind != "wkv" else None
+        self.cores = iter(positions["cores"]) if block.rank else None
 
     def mix(self, p: dict, norm: str, before: torch.Tensor, names: tuple[str, ...], block, shifts: bool) -> None:
         """Normalises the stream, and interpolates it with the token before; with low ranks if the block shifts."""
@@ -655,6 +679,13 @@ class ShiftedToken(Token):
             **constants,
         )
 
+    def scale_units(self, p: dict, block) -> None:
+        """Multiplies the hidden units by the factors of DeepEmbed, whose first map is in `low`."""
+        grid = cdiv(block.middle, FACTORS["BC"]), self.rows
+        sizes = {"N": block.middle, "R": block.rank, "BR": next_power_of_2(block.rank), **FACTORS, **self.overlap}
+        factor = p["factor.base"], p["factor.up"]
+        launch(_factor_kernel, grid, self.low, next(self.cores), *factor, self.middle, **sizes)
+
 
 def _run_heads(kernel, token: ShiftedToken, block, arguments: tuple, state: torch.Tensor, **constants) -> None:
     p, size = block.parameters, block.inner // block.heads
@@ -696,7 +727,7 @@ def run_wkv_block(
 def run_delta_block(
     block, token: ShiftedToken, before: torch.Tensor, before_ffn: torch.Tensor, state: torch.Tensor
 ) -> None:
-    """A block of Goose."""
+    """A block of Goose, or of Goose with DeepEmbed."""
     p = block.parameters
     token.mix(p, "ln1", before, ("r", "k", "v", "w", "a", "g"), block, False)
     weights = [p[f"{name}.weight"] for name in ("receptance", "key", "value")]
@@ -713,6 +744,9 @@ def run_delta_block(
     arguments = token.maps, *bases, *ups, p["k_k"], p["k_a"]
     _run_heads(_delta_kernel, token, block, arguments, state, **ranks, BR=64)
     token.add(token.heads, p["output.weight"])
-    token.mix(p, "ln2", before_ffn, ("ffn_key",), block, False)
-    token.group([p["ffn_key.weight"]], token.middle, token.gate, feed=True)
+    factor = [(p["factor.down"], 1, None)] if block.rank else []  # of the token itself: its mix has weights of 0
+    token.mix(p, "ln2", before_ffn, ("ffn_key", *["nothing"] * len(factor)), block, False)
+    token.group([p["ffn_key.weight"]], token.middle, token.gate, factor, feed=True)
+    if factor:
+        token.scale_units(p, block)
     token.add(token.middle, p["ffn_value.weight"])
