@@ -513,6 +513,7 @@ struct int4_product {
     const uint8_t *weight;
     const char *scale;
     float *out;
+    int failed;
 };
 
 /* A group's sums of STRIP outputs and ROWS rows, which are `width` integers apart. */
@@ -636,6 +637,94 @@ static void int4_work(void *data)
     }
 }
 
+#if STEP == 64 && LANES == 16
+/*
+ * More rows than a few: the numbers of two strips are brought into bytes once, in the cache, and each number of x is
+ * read for both.
+ */
+#define TWO_STRIPS_FROM 6 /* rows */
+
+static void unpack_strip(const uint8_t *weight, ptrdiff_t groups, __m512i *strip)
+{
+    __m512i low = _mm512_set1_epi8(15);
+    for (ptrdiff_t g = 0; g < groups; g++, weight += GROUP * STRIP / 2, strip += 8)
+#pragma GCC unroll 4
+        for (int b = 0; b < 4; b++) {
+            __m512i both = _mm512_loadu_si512(weight + 64 * b);
+            strip[b] = _mm512_and_si512(both, low);
+            strip[b + 4] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+        }
+}
+
+/* ROWS rows of x times two strips. */
+INLINE void int4_two_strips(int ROWS, const struct int4_product *p, ptrdiff_t row, ptrdiff_t strip, const __m512i *strips)
+{
+    ptrdiff_t groups = p->width / GROUP;
+    const int8_t *x = p->x + row * p->width;
+    const char *scale = p->scale + strip * groups * STRIP * 2;
+    floats sums[6][2] = {{{0}}};
+    for (ptrdiff_t g = 0; g < groups; g++, strips += 8, x += GROUP) {
+        __m512i found[6][2];
+#pragma GCC unroll 6
+        for (int r = 0; r < ROWS; r++)
+            found[r][0] = found[r][1] = _mm512_set1_epi32(p->offsets[(row + r) * groups + g]);
+#pragma GCC unroll 8
+        for (int b = 0; b < 8; b++) {
+            __m512i w = strips[b], w2 = strips[8 * groups + b];
+#pragma GCC unroll 6
+            for (int r = 0; r < ROWS; r++) {
+                __m512i four = _mm512_set1_epi32(four_of(x + r * p->width + 4 * b));
+                found[r][0] = add(found[r][0], w, four);
+                found[r][1] = add(found[r][1], w2, four);
+            }
+        }
+#pragma GCC unroll 2
+        for (int n = 0; n < 2; n++) {
+            floats factor = load(BFLOAT16, scale, (n * groups + g) * STRIP);
+#pragma GCC unroll 6
+            for (int r = 0; r < ROWS; r++)
+                sums[r][n] += __builtin_convertvector((whole)found[r][n], floats) * factor;
+        }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+        for (int n = 0; n < 2; n++)
+            store(FLOAT32, p->out, (row + r) * p->outputs + (strip + n) * STRIP, sums[r][n] * p->row_scale[row + r],
+                  STRIP);
+}
+
+static void two_strips_work(void *data)
+{
+    struct int4_product *p = data;
+    ptrdiff_t groups = p->width / GROUP, number = p->outputs / STRIP;
+    __m512i *strips = aligned_alloc(64, 2 * STRIP * p->width);
+    if (!strips) {
+        __atomic_store_n(&p->failed, 1, __ATOMIC_RELAXED);
+        return;
+    }
+    for (;;) {
+        ptrdiff_t from = __atomic_fetch_add(&p->next, 2, __ATOMIC_RELAXED), row = 0;
+        if (from >= number)
+            break;
+        if (from + 1 == number) {
+            for (; row < p->rows; row++)
+                int4_strip(1, p, row, from);
+            break;
+        }
+        for (int n = 0; n < 2; n++)
+            unpack_strip(p->weight + (from + n) * groups * (GROUP * STRIP / 2), groups, strips + n * 8 * groups);
+        for (; row + 6 <= p->rows; row += 6)
+            int4_two_strips(6, p, row, from, strips);
+        for (; row + 2 <= p->rows; row += 2)
+            int4_two_strips(2, p, row, from, strips);
+        for (; row < p->rows; row++)
+            int4_two_strips(1, p, row, from, strips);
+    }
+    free(strips);
+}
+#endif
+
 /*
  * out (rows, outputs) = x (rows, width), rounded to 8-bit integers, times a weight of 4 bits (outputs, width), which is
  * laid out as above, transposed. outputs is a multiple of STRIP and width of GROUP. Returns 0, or 1 if there is no memory.
@@ -655,8 +744,14 @@ int subquad_int4_linear(
         sums_of_groups(rounded, rows * groups, offsets);
         for (ptrdiff_t i = 0; i < rows * groups; i++)
             offsets[i] *= -8;
-        struct int4_product p = {rows, outputs, width, 0, rounded, offsets, row_scale, weight, scale, out};
-        on_threads(int4_work, &p, threads, run);
+        struct int4_product p = {rows, outputs, width, 0, rounded, offsets, row_scale, weight, scale, out, 0};
+        void (*work)(void *) = int4_work;
+#ifdef TWO_STRIPS_FROM
+        if (rows >= TWO_STRIPS_FROM)
+            work = two_strips_work;
+#endif
+        on_threads(work, &p, threads, run);
+        failed = p.failed;
     }
     free(rounded);
     free(row_scale);
