@@ -173,11 +173,12 @@ def test_a_conversation_with_features():
         assert torch.equal(found, expected)
 
 
-def test_towers_of_another_dtype():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_towers_of_another_dtype(dtype):
     model, text = CASE.model(), CASE.text(2, 20)
     with torch.no_grad():
         expected = model(**text).logits
-        model.model.vit.to(torch.bfloat16)
+        model.model.vit.to(dtype)
         found = model(**text).logits
     assert found.dtype == torch.float32 and 0 < (found - expected).norm() < 0.1 * expected.norm()
 
