@@ -59,11 +59,14 @@ class Empty:
 
 
 def of_models(dtype: torch.dtype) -> None:
-    """A step of training, a prompt and a token after it, of every preset."""
+    """A step of training, a prompt and a token after it, of every preset of a language model."""
     for name in PRESETS:
         config = preset_config(name)
+        architecture = subquad.models.REGISTRY[config.model_type]
+        if not (architecture.generates or architecture.is_encoder):
+            continue
         config.get_text_config().num_hidden_layers = LAYERS
-        auto = getattr(transformers, subquad.lm_auto_class(config.model_type))
+        auto = getattr(transformers, architecture.lm_auto_class)
         with torch.device("meta"):
             model = auto.from_config(config, dtype=dtype).train()
             ids = torch.zeros(8, 2048, dtype=torch.long)
