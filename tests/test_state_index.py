@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from retrieval_cases import NAMES, save_pair
 
 import subquad
 from subquad import Rwkv7RerankerForSequenceClassification, StateIndex
+from subquad.modeling import state_file
 from subquad.states import state_index
 from subquad_cli import main
 from subquad_cli.index import passages
@@ -87,8 +89,52 @@ def test_what_is_found(batch_size, models, read):
     assert [match.id for match in everything] == [match.id for match in ranked]
     best = index.rank("Which mat?", 1, candidates=2)
     assert [best[0].id] == sorted((match.id for match in found[:2]), key=lambda name: -scores[name])[:1]
+    assert len(index.rank("Which mat?", 4, candidates=2)) == 4
     # A query changes no states.
     assert index.score("Which mat?", ["x", "cat", "x"]) == pytest.approx([scores["x"], scores["cat"], scores["x"]])
+    assert index.score("Which mat?", "cat") == pytest.approx([scores["cat"]])  # one name, not three letters
+    with pytest.raises(ValueError, match="`ids` must have at least one name"):
+        index.states_of([])
+
+
+def test_documents_that_need_many_escapes(models, tmp_path, monkeypatch):
+    """A file can be read again, however long the JSON of its texts is."""
+    monkeypatch.setattr(state_file, "MOST_CHARACTERS", 8000)
+    monkeypatch.setattr(state_index, "MOST_OF_A_DOCUMENT", 4000)
+    monkeypatch.setattr(state_index, "FILE_CHARACTERS", 2000)
+    index = StateIndex.create(tmp_path / "index", models / "embedding")
+    documents = dict.fromkeys("abc", "猫" * 650)
+    index.add(documents)
+    assert len(list(index.directory.iterdir())) == 4
+    assert StateIndex.load(index.directory, models / "embedding").text("c") == documents["c"]
+
+
+def test_two_processes_that_change_an_index(models, copied, monkeypatch):
+    """While one writes a file and the index, another one waits; then it refuses, and has written nothing."""
+    first, second = (StateIndex.load(copied, models / "embedding") for _ in range(2))
+    write, failed = state_index.write_state_file, []
+
+    def refused():
+        try:
+            second.add({"new": "of the second"})
+        except ValueError as error:
+            failed.append(str(error))
+
+    other = threading.Thread(target=refused)  # a thread with a handle of its own waits as a process does
+
+    def writes_meanwhile(*arguments):
+        if not other.ident:
+            other.start()
+            other.join(0.3)
+        write(*arguments)
+
+    monkeypatch.setattr(state_index, "write_state_file", writes_meanwhile)
+    first.add({"new": "of the first"})
+    other.join()
+    assert len(failed) == 1 and "was changed by another process" in failed[0]
+    again = StateIndex.load(copied, models / "embedding")
+    again.check()
+    assert again.text("new") == "of the first"
 
 
 def test_an_index_without_a_reranker(models, read):
@@ -148,6 +194,8 @@ def test_documents_of_any_length(models, tmp_path):
         ({"a": " "}, "must be strings that are not empty, got 'a'"),
         ({"": "x"}, "must be strings"),
         ({1: "x"}, "must be strings"),
+        ({"a": "b\ud800"}, "'a' is not valid Unicode"),
+        ({"a": "\u732b" * 700_000}, "'a' has 4,200,005 characters as JSON, and may have 4,194,304"),
     ],
 )
 def test_wrong_documents(documents, message, models, copied):
@@ -217,7 +265,7 @@ def test_interruptions(models, tmp_path, monkeypatch):
 
         return run
 
-    for number in range(3):
+    for number in (0, 2):
         for name, function in (("write_state_file", write_file), ("_write_json", write_json)):
             directory = tmp_path / f"{name}-{number}"
             index = StateIndex.create(directory, models / "reranker")
@@ -292,6 +340,11 @@ def test_damaged_states(models, copied):
         index.rank("cat")
     with pytest.raises(ValueError, match="is damaged or was changed"):
         index.check()
+    data[-5] ^= 64
+    for place in (data.index(b"A cat sat"), len(data) // 2, 8 + int.from_bytes(data[:8], "little")):
+        file.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        with pytest.raises(ValueError, match=r"states-000001\.safetensors is damaged or was changed"):
+            StateIndex.load(copied, models / "embedding").check()
     file.write_bytes(data[:-100])
     with pytest.raises(ValueError, match=r"states-000001\.safetensors"):
         StateIndex.load(copied, models / "reranker")
@@ -312,7 +365,8 @@ def test_commands(models, tmp_path, monkeypatch, capsys):
     (tmp_path / "docs/a.md").write_text("# Cats\n\nThey sit on mats.\n\n" + "Dogs run. " * 10)
     (tmp_path / "docs/b.txt").write_text("x")
     (tmp_path / "docs/c.png").write_bytes(b"\0")
-    (tmp_path / "more.jsonl").write_text('{"id": "one", "text": "A line."}\n\n{"id": "two", "text": "Another."}\n')
+    (tmp_path / "docs/d.txt").mkdir()
+    (tmp_path / "more.jsonl").write_text('{"id": "#1", "text": "A\u2028line."}\n\n{"id": "#2", "text": "Another."}\n')
     index = ["index", "docs", "more.jsonl", "--model", models / "embedding", "--out", "i", "--passage", "60"]
     out = run(capsys, *index, "--device", "cpu")
     assert out.startswith("5 read, 0 unchanged, 0 removed; i has 5 documents, ") and out.endswith(" in float16.\n")
@@ -321,10 +375,15 @@ def test_commands(models, tmp_path, monkeypatch, capsys):
     rank = ["rank", "Which mats?", "--index", "i", "--model", models / "reranker"]
     lines = run(capsys, *rank, "-k", 3).splitlines()
     assert len(lines) == 3 and all(0 <= float(line.split()[0]) <= 1 for line in lines)
-    found = [json.loads(line) for line in run(capsys, *rank, "--json").splitlines()]
+    found = [json.loads(line) for line in run(capsys, *rank, "--json").strip().split("\n")]
     assert [entry["id"] for entry in found[:3]] == [line.split()[1] for line in lines]
-    assert {entry["id"] for entry in found} == {"docs/a.md#1", "docs/b.txt#1", "one", "two"}
+    assert {entry["id"] for entry in found} == {"docs/a.md#1", "docs/b.txt#1", "#1", "#2"}
     assert next(entry["text"] for entry in found if "a.md" in entry["id"]) == "# Cats\n\nThey sit on chairs."
+
+    # A file without passages has none in the index either. Ids of lines are no passages of one file.
+    (tmp_path / "docs/a.md").write_text("\n")
+    (tmp_path / "more.jsonl").write_text('{"id": "#2", "text": "Another."}')
+    assert run(capsys, *index).startswith("0 read, 2 unchanged, 1 removed; i has 3 documents")
 
     assert "given is other" in run(capsys, "rank", "x", "--index", "i", "--model", models / "other", status=1)
     assert "embedding model alone" in run(
@@ -332,9 +391,9 @@ def test_commands(models, tmp_path, monkeypatch, capsys):
     )
     assert "--state-dtype: i has states in float16" in run(capsys, *index, "--state-dtype", "int8", status=2)
     assert "nothing does not exist" in run(capsys, "index", "nothing", *index[3:], status=2)
-    (tmp_path / "bad.jsonl").write_text('{"id": "one"}\n')
-    assert "bad.jsonl, line 1: it must be an object" in run(capsys, "index", "bad.jsonl", *index[3:], status=1)
-    assert "the id 'one' occurs twice" in run(capsys, "index", "more.jsonl", "more.jsonl", *index[3:], status=2)
+    (tmp_path / "bad.jsonl").write_text('\n{"id": "one"}\n')
+    assert "bad.jsonl, line 2: it must be an object" in run(capsys, "index", "bad.jsonl", *index[3:], status=1)
+    assert "the id '#2' occurs twice" in run(capsys, "index", "more.jsonl", "more.jsonl", *index[3:], status=2)
     assert "c.png is none of .md" in run(capsys, "index", "docs/c.png", *index[3:], status=2)
     assert "does not generate text" in run(capsys, "generate", "x", "--model", models / "reranker", status=2)
 
@@ -346,4 +405,4 @@ def test_passages(tmp_path):
     assert split("a\n\n\n\nb\n\n cc \n\ndddd", 4) == ["a\n\nb", "cc", "dddd"]
     assert split("aaaaaa\n\nb", 4) == ["aaaaaa", "b"]
     assert split("\n\n", 4) == [] and split("a", 1) == ["a"]
-    assert split("a\n\nb", 100) == ["a\n\nb"]
+    assert split("a\n\nb", 100) == split("a\n \t\nb", 100) == ["a\n\nb"]

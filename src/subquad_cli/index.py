@@ -1,6 +1,7 @@
 """`subquad index`"""
 
 import json
+import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
@@ -50,7 +51,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> None:
     model = find_model(args.model)
-    documents = dict(read_documents(args.docs, args.passage))
+    files = find_files(args.docs)
+    documents = read_documents(files, args.passage)
     if not documents:
         raise UsageError(f"{' '.join(args.docs)}: there is no document.")
     device = usable_device(args.device)
@@ -66,8 +68,8 @@ def run(args: Namespace) -> None:
         else:
             kind = args.state_dtype or "float16"
             index = StateIndex.create(args.out, model, state_dtype=kind, dtype=args.dtype)
-        files = {name.rpartition("#")[0] for name in documents} - {""}
-        gone = [name for name in index.ids if name.rpartition("#")[0] in files and name not in documents]
+        split = {file.as_posix() for file in files if file.suffix in SUFFIXES}
+        gone = [name for name in index.ids if name.rpartition("#")[0] in split and name not in documents]
         read = index.to(device).add(documents, batch_size=args.batch_size, progress=sys.stderr.isatty())
         index.remove(gone)
     print(
@@ -76,36 +78,51 @@ def run(args: Namespace) -> None:
     )
 
 
-def read_documents(paths: list[str], length: int) -> Iterator[tuple[str, str]]:
+def find_files(paths: list[str]) -> list[Path]:
     """
-    The ids and texts of passages.
+    The files to read.
 
     Raises:
-        UsageError: if a path is no such file, or an id occurs twice.
-        ValueError: if a file cannot be read.
+        UsageError: if a path is no such file or directory.
     """
-    seen: set[str] = set()
+    files = []
     for given in map(Path, paths):
         if not given.exists():
             raise UsageError(f"{given} does not exist.")
-        files = sorted(path for path in given.rglob("*") if path.suffix in SUFFIXES) if given.is_dir() else [given]
-        for file in files:
-            if file.suffix not in (*SUFFIXES, ".jsonl"):
-                raise UsageError(f"{file} is none of {', '.join(SUFFIXES)}, .jsonl.")
-            try:
-                text = file.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise ValueError(f"{file} cannot be read: {error}") from error
-            pairs = read_lines(file, text) if file.suffix == ".jsonl" else passages(file, text, length)
-            for name, passage in pairs:
-                if name in seen:
-                    raise UsageError(f"{file}: the id {name!r} occurs twice.")
-                seen.add(name)
-                yield name, passage
+        if given.is_dir():
+            files += sorted(path for path in given.rglob("*") if path.suffix in SUFFIXES and path.is_file())
+        elif given.suffix in (*SUFFIXES, ".jsonl"):
+            files.append(given)
+        else:
+            raise UsageError(f"{given} is none of {', '.join(SUFFIXES)}, .jsonl.")
+    return files
+
+
+def read_documents(files: list[Path], length: int) -> dict[str, str]:
+    """
+    The texts of passages by their ids.
+
+    Raises:
+        UsageError: if an id occurs twice.
+        ValueError: if a file cannot be read.
+    """
+    documents: dict[str, str] = {}
+    for file in files:
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{file} cannot be read: {error}") from error
+        for name, passage in read_lines(file, text) if file.suffix == ".jsonl" else passages(file, text, length):
+            if name in documents:
+                raise UsageError(f"{file}: the id {name!r} occurs twice.")
+            documents[name] = passage
+    return documents
 
 
 def read_lines(file: Path, text: str) -> Iterator[tuple[str, str]]:
-    for number, line in enumerate(filter(str.strip, text.splitlines()), 1):
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
         try:
             entry = json.loads(line)
             name, passage = entry["id"], entry["text"]
@@ -119,7 +136,7 @@ def read_lines(file: Path, text: str) -> Iterator[tuple[str, str]]:
 def passages(file: Path, text: str, length: int) -> Iterator[tuple[str, str]]:
     """Paragraphs, of which those together are a passage that do not exceed the length. A longer one is alone."""
     number, waiting = 0, ""
-    for paragraph in [*filter(None, map(str.strip, text.split("\n\n"))), None]:
+    for paragraph in [*filter(None, map(str.strip, re.split(r"\n\s*\n", text))), None]:
         if waiting and (paragraph is None or len(waiting) + 2 + len(paragraph) > length):
             number += 1
             yield f"{file.as_posix()}#{number}", waiting

@@ -34,7 +34,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=positive_int,
         default=100,
         metavar="N",
-        help="number of documents that the reranker scores (default: 100)",
+        help="number of documents that the reranker scores, at least those of -k (default: 100)",
     )
     add("--json", action="store_true", help="print one JSON object for each document, with its whole text")
     add_dtype_and_device(parser)

@@ -17,7 +17,7 @@ PARTIAL = re.compile(r"\.subquad-[0-9a-f]{8}\.partial")
 
 
 @contextmanager
-def _locked(directory: Path, wait: bool = False) -> Iterator[bool]:
+def locked(directory: Path, wait: bool = False) -> Iterator[bool]:
     """
     Holds the lock of a directory, and yields whether it was acquired. The system releases it if the process is killed.
     """
@@ -39,7 +39,7 @@ def remove_abandoned(directory: Path) -> None:
     with suppress(PermissionError):  # some directories can be written to but not read
         found = [path for path in directory.iterdir() if PARTIAL.fullmatch(path.name)]
     for path in found:
-        with _locked(path) as abandoned:
+        with locked(path) as abandoned:
             if abandoned:
                 shutil.rmtree(path, ignore_errors=True)
 
@@ -56,7 +56,7 @@ def partial_directory(parent: Path) -> Iterator[Path]:
         try:
             while not directory.is_dir():  # another process may remove it before it is locked
                 directory.mkdir()
-                stack.enter_context(_locked(directory, wait=True))
+                stack.enter_context(locked(directory, wait=True))
             yield directory
         finally:
             shutil.rmtree(directory, ignore_errors=True)

@@ -11,8 +11,8 @@ import os
 import warnings
 import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,17 @@ from transformers import AutoConfig, AutoTokenizer
 
 from ..hub.directories import check_free, new_directory
 from ..hub.foreign_files import listed, read_json, reading
-from ..hub.new_files import replacing
+from ..hub.new_files import locked, replacing
 from ..modeling.cache import RecurrentCache
-from ..modeling.state_file import ModelIdentity, describe_owner, open_states, read_about, write_state_file
+from ..modeling.state_file import (
+    MOST_CHARACTERS,
+    ModelIdentity,
+    describe_owner,
+    open_states,
+    read_about,
+    read_state_file,
+    write_state_file,
+)
 from ..models import REGISTRY
 from .identity import identify
 from .packed_states import SCALE, to_int8
@@ -36,8 +44,10 @@ INDEX = "index.json"
 VERSION = 1
 STATE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
 EMBEDDINGS = "embeddings"
-# A file of states is written once it would have this many bytes, documents or characters.
+# A file of states is written once it would have this many bytes, documents or characters of JSON.
 FILE_BYTES, FILE_DOCUMENTS, FILE_CHARACTERS = 2**26, 256, 2**21
+# Characters of a document's name and text as JSON. The limit lets each file be read again.
+MOST_OF_A_DOCUMENT = MOST_CHARACTERS // 2
 # Files of states that are open at a time.
 OPEN_FILES = 64
 
@@ -67,11 +77,18 @@ class _Entry:
     tokens: int
 
 
+# A document that waits to be written: its name, its text, the number of tokens in its states, and its embedding and
+# states by name.
+_Document = tuple[str, str, int, dict[str, torch.Tensor]]
+
+
 class StateIndex:
     """
     An index of documents by embeddings and states. [`StateIndex.create`] makes one, [`StateIndex.load`] opens one. It
     is always saved: every file is complete before `index.json` names it, so an interruption loses at most the
-    documents of the file that was not written yet, and adding the same documents again goes on there.
+    documents of the file that was not written yet, and adding the same documents again goes on there. Several
+    processes may read it; after one has changed it, the others must open it again before they change it. Only one
+    thread may use it at a time.
 
     Attributes:
         directory: its place.
@@ -134,7 +151,8 @@ class StateIndex:
         about |= {"next": 1, "files": {}}
         index = cls(directory, model, identity, about, dtype)
         directory.mkdir(parents=True, exist_ok=True)
-        index._write_about(index._about)
+        with index._changing():
+            _write_json(directory / INDEX, about)
         return index
 
     @classmethod
@@ -216,7 +234,7 @@ class StateIndex:
             the number of documents that were read.
 
         Raises:
-            ValueError: before any work, if a name occurs twice or a text is empty.
+            ValueError: before any work, if a name occurs twice, or if a text is empty, too long or not valid Unicode.
         """
         if batch_size < 1:
             raise ValueError(f"`batch_size` must be at least 1, got {batch_size}.")
@@ -225,32 +243,22 @@ class StateIndex:
         if twice := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:
             raise ValueError(f"`documents` has some names twice: {listed(twice)}.")
         for name, text in pairs:
-            if not (isinstance(name, str) and isinstance(text, str) and name and text.strip()):
-                raise ValueError(f"`documents`: names and texts must be strings that are not empty, got {name!r}.")
+            _check_document(name, text)
         new = [(name, text) for name, text in pairs if name not in self._entries or self.text(name) != text]
-        inputs = []
+        inputs, longest = [], self.tokenizer.model_max_length
         for name, text in new:
-            document = self.model.document_text(text)
-            ids = self._encode(text, end=True), self._encode(document, end=False)
-            inputs.append((name, text, *(self._shorten(each) for each in ids)))
-        if cut := sum(len(self._encode(text, end=True)) > len(ids) for _, text, ids, _ in inputs):
+            document = self._encode(self.model.document_text(text), end=False)
+            inputs.append((name, text, self._encode(text, end=True), document[-longest:]))
+        if cut := sum(len(ids) > longest for _, _, ids, _ in inputs):
             warnings.warn(
-                f"{cut} documents have more than {self._longest} tokens: only their end is read. Split them.",
+                f"{cut} documents have more than {longest} tokens: only their end is read. Split them.",
                 stacklevel=2,
             )
+        inputs = [(name, text, ids[-longest:], document) for name, text, ids, document in inputs]
         inputs.sort(key=lambda each: len(each[2]))  # little padding
-        waiting: list[tuple[str, str, int, dict[str, torch.Tensor]]] = []
-        with tqdm(total=len(inputs), unit="documents", desc="Reading", disable=not progress) as bar:
-            for start in range(0, len(inputs), batch_size):
-                batch = inputs[start : start + batch_size]
-                rows = self._read_documents([each[2] for each in batch], [each[3] for each in batch])
-                waiting += [(*each[:2], len(each[3]), row) for each, row in zip(batch, rows, strict=True)]
-                if _is_full(waiting):
-                    self._write_file(waiting)
-                    waiting = []
-                bar.update(len(batch))
-        if waiting:
-            self._write_file(waiting)
+        read = self._read_documents(inputs, batch_size)
+        for file in _by_file(tqdm(read, "Reading", len(inputs), unit="documents", disable=not progress)):
+            self._write_file(file)
         return len(inputs)
 
     def remove(self, ids: str | Iterable[str]) -> None:
@@ -260,8 +268,9 @@ class StateIndex:
         Raises:
             KeyError: before any change, if there is no document of a name.
         """
-        ids = dict.fromkeys([ids] if isinstance(ids, str) else ids)
-        self._forget({name: self._entry(name) for name in ids})
+        entries = {name: self._entry(name) for name in _names(ids)}
+        with self._changing():
+            self._forget(entries)
 
     def save(self, directory: str | os.PathLike, state_dtype: str | None = None) -> None:
         """
@@ -282,21 +291,9 @@ class StateIndex:
         check_free(directory)
         with new_directory(directory, self.nbytes) as partial:
             files: dict[str, list[int]] = {}
-            waiting: list[tuple[str, str, int, dict[str, torch.Tensor]]] = []
-
-            def write() -> None:
-                files[file := f"states-{len(files) + 1:06}.safetensors"] = []
-                self._write_rows(partial / file, waiting, state_dtype)
-                waiting.clear()
-
-            for name, entry in self._entries.items():
-                row = self._read_row(entry)
-                row[EMBEDDINGS] = self._open(entry.file).get_slice(EMBEDDINGS)[entry.row]
-                waiting.append((name, entry.text, entry.tokens, row))
-                if _is_full(waiting):
-                    write()
-            if waiting:
-                write()
+            for documents in _by_file(map(self._stored_document, self._entries)):
+                files[file := _file_name(len(files) + 1)] = []
+                self._write_documents(partial / file, documents, state_dtype)
             about = self._about | {"state_dtype": state_dtype, "next": len(files) + 1, "files": files}
             _write_json(partial / INDEX, about)
 
@@ -307,9 +304,8 @@ class StateIndex:
         Raises:
             ValueError: if one is damaged; the message names it. Reading states for a query finds damage, too.
         """
-        for entry in self._entries.values():
-            self._read_row(entry)
-        self._all_embeddings()
+        for file in self._about["files"]:
+            read_state_file(self.directory / file)
 
     # --- queries ---
 
@@ -319,7 +315,7 @@ class StateIndex:
         if k < 1:
             raise ValueError(f"`k` must be at least 1, got {k}.")
         names, embeddings = self._all_embeddings()
-        ids = self._shorten(self._encode(self.model.query_text(query), end=True))
+        ids = self._encode(self.model.query_text(query), end=True)[-self.tokenizer.model_max_length :]
         found = self.model.embed(self._tensor([ids]), use_cache=False).pooler_output.float()
         scores = embeddings @ torch.nn.functional.normalize(found, dim=-1)[0].cpu().numpy()
         best = np.argsort(-scores, kind="stable")[:k]
@@ -338,8 +334,8 @@ class StateIndex:
         The k documents with the highest scores of the reranker, best first.
 
         Args:
-            candidates: the number of documents that the reranker scores, those that [`~StateIndex.search`] finds; all
-                documents if None.
+            candidates: the number of documents that the reranker scores, at least k, those that
+                [`~StateIndex.search`] finds; all documents if None.
             batch_size: documents that the query is read after together.
             progress: whether to show a progress bar on stderr.
 
@@ -350,13 +346,15 @@ class StateIndex:
             if number is not None and number < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {number}.")
         self._check_reranker()
-        chosen = self.ids if candidates is None else [each.id for each in self.search(query, candidates)]
+        chosen = self.ids if candidates is None else [each.id for each in self.search(query, max(k, candidates))]
         scores = self.score(query, chosen, batch_size=batch_size, progress=progress)
         best = sorted(zip(scores, chosen, strict=True), key=lambda pair: -pair[0])[:k]
         return [Match(name, score, self.text(name)) for score, name in best]
 
     @torch.no_grad()
-    def score(self, query: str, ids: Iterable[str], *, batch_size: int = 16, progress: bool = False) -> list[float]:
+    def score(
+        self, query: str, ids: str | Iterable[str], *, batch_size: int = 16, progress: bool = False
+    ) -> list[float]:
         """
         The reranker's probabilities that documents are relevant for a query, from their stored states. For the
         arguments see [`~StateIndex.rank`].
@@ -366,7 +364,7 @@ class StateIndex:
             ValueError: if states are damaged, or the index was opened with an embedding model alone.
         """
         self._check_reranker()
-        ids = list(ids)
+        ids = _names(ids)
         entries = [self._entry(name) for name in ids]
         order = sorted(range(len(entries)), key=lambda i: (entries[i].file, entries[i].row))
         tokens = self._encode(self.model.query_after_document(query), end=True)
@@ -389,17 +387,10 @@ class StateIndex:
 
     # --- texts ---
 
-    @property
-    def _longest(self) -> int:
-        return self.tokenizer.model_max_length
-
     def _encode(self, text: str, end: bool) -> list[int]:
         """Ids of a text. Names of special tokens in it are ordinary text."""
         ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
         return [*ids, self.config.end_token_id] if end else ids
-
-    def _shorten(self, ids: list[int]) -> list[int]:
-        return ids[-self._longest :]
 
     def _tensor(self, rows: list[list[int]]) -> torch.Tensor:
         return torch.tensor(rows, device=self.model.device)
@@ -412,24 +403,36 @@ class StateIndex:
 
     # --- states ---
 
-    def _read_documents(self, texts: list[list[int]], documents: list[list[int]]) -> list[dict[str, torch.Tensor]]:
-        """The embedding and the states of each document, by name, on the CPU."""
-        found = self.model.embed(**self._padded(texts), use_cache=False).pooler_output.float()
-        found = torch.nn.functional.normalize(found, dim=-1).cpu()
-        layers = self.model.read(**self._padded(documents), use_cache=True).cache.layers
-        columns = {name: torch.stack([layer.states[name] for layer in layers], 1) for name in layers[0].states}
-        columns = {EMBEDDINGS: found} | {name: x.float().cpu() for name, x in columns.items()}
-        return [{name: x[row] for name, x in columns.items()} for row in range(len(texts))]
+    def _read_documents(
+        self, inputs: list[tuple[str, str, list[int], list[int]]], batch_size: int
+    ) -> Iterator[_Document]:
+        """Reads names and texts with their ids, first those for the embedding, then those for the states."""
+        for start in range(0, len(inputs), batch_size):
+            batch = inputs[start : start + batch_size]
+            found = self.model.embed(**self._padded([ids for _, _, ids, _ in batch]), use_cache=False).pooler_output
+            found = torch.nn.functional.normalize(found.float(), dim=-1)
+            layers = self.model.read(**self._padded([ids for *_, ids in batch]), use_cache=True).cache.layers
+            columns = {name: torch.stack([layer.states[name] for layer in layers], 1) for name in layers[0].states}
+            columns = {name: x.float().cpu() for name, x in {EMBEDDINGS: found, **columns}.items()}
+            for row, (name, text, _, document) in enumerate(batch):
+                yield name, text, len(document), {key: x[row] for key, x in columns.items()}
 
-    def states_of(self, ids: Iterable[str]) -> RecurrentCache:
+    def _stored_document(self, name: str) -> _Document:
+        entry = self._entries[name]
+        embedding = self._open(entry.file).get_slice(EMBEDDINGS)[entry.row]
+        return name, entry.text, entry.tokens, {EMBEDDINGS: embedding, **self._read_row(entry)}
+
+    def states_of(self, ids: str | Iterable[str]) -> RecurrentCache:
         """
         The states after documents, one row each: a cache of the model, in which a query may be read.
 
         Raises:
             KeyError: if there is no document of a name.
-            ValueError: if states are damaged.
+            ValueError: if no name is given, or states are damaged.
         """
-        entries = [self._entry(name) for name in ids]
+        entries = [self._entry(name) for name in _names(ids)]
+        if not entries:
+            raise ValueError("`ids` must have at least one name, got none.")
         cache, rows = self.model.new_cache(), [self._read_row(entry) for entry in entries]
         for name in rows[0]:
             dtype = torch.float32 if name in cache.float32_names else self.model.dtype
@@ -496,28 +499,25 @@ class StateIndex:
                     name = document.pop("id")
                     self._entries[name] = _Entry(file, row, **document)
 
-    def _write_file(self, waiting: list[tuple[str, str, int, dict[str, torch.Tensor]]]) -> None:
+    def _write_file(self, documents: list[_Document]) -> None:
         """Writes documents to a new file, and then an index that has it and no earlier texts of them."""
-        self._check_unchanged()
-        number = self._about["next"]
-        file = f"states-{number:06}.safetensors"
-        self._write_rows(self.directory / file, waiting, self.state_dtype)
-        replaced = {name: self._entries[name] for name, *_ in waiting if name in self._entries}
-        self._forget(replaced, {"next": number + 1, "files": {file: []}})
-        self._read_entries(file, set())
+        with self._changing():
+            number = self._about["next"]
+            self._write_documents(self.directory / (file := _file_name(number)), documents, self.state_dtype)
+            replaced = {name: self._entries[name] for name, *_ in documents if name in self._entries}
+            self._forget(replaced, {"next": number + 1, "files": {file: []}})
+            self._read_entries(file, set())
 
-    def _write_rows(
-        self, path: Path, waiting: list[tuple[str, str, int, dict[str, torch.Tensor]]], state_dtype: str
-    ) -> None:
-        documents, columns = [], {}
-        for name, text, tokens, row in waiting:
+    def _write_documents(self, path: Path, documents: list[_Document], state_dtype: str) -> None:
+        about, columns = [], {}
+        for name, text, tokens, row in documents:
             stored = _narrowed({key: x for key, x in row.items() if key != EMBEDDINGS}, STATE_DTYPES[state_dtype])
-            documents.append({"id": name, "text": text, "tokens": tokens, "checksum": _checksum(stored)})
+            about.append({"id": name, "text": text, "tokens": tokens, "checksum": _checksum(stored)})
             for key, x in {EMBEDDINGS: row[EMBEDDINGS], **stored}.items():
                 columns.setdefault(key, []).append(x)
-        about = {"sizes": self.model.new_cache().sizes, "seen_tokens": max(tokens for _, _, tokens, _ in waiting)}
-        about |= {"dtype": state_dtype, "model": self._about["model"], "text": {"documents": documents}}
-        write_state_file(path, {key: torch.stack(rows) for key, rows in columns.items()}, about)
+        fields = {"sizes": self.model.new_cache().sizes, "seen_tokens": max(each["tokens"] for each in about)}
+        fields |= {"dtype": state_dtype, "model": self._about["model"], "text": {"documents": about}}
+        write_state_file(path, {key: torch.stack(rows) for key, rows in columns.items()}, fields)
 
     def _forget(self, entries: dict[str, _Entry], new: dict[str, Any] | None = None) -> None:
         """Writes an index without these documents, and with the values and files in `new`; deletes empty files."""
@@ -527,7 +527,9 @@ class StateIndex:
         empty = [file for file, rows in files.items() if rows and len(rows) == self._rows[file]]
         files = {file: sorted(rows) for file, rows in files.items() if file not in empty}
         new = dict(new or {})
-        self._write_about(self._about | new | {"files": files | new.get("files", {})})
+        about = self._about | new | {"files": files | new.get("files", {})}
+        _write_json(self.directory / INDEX, about)
+        self._about = about
         for name in entries:
             del self._entries[name]
         for file in empty:
@@ -536,10 +538,12 @@ class StateIndex:
                 (self.directory / file).unlink()
         self._embeddings = None
 
-    def _write_about(self, about: dict[str, Any]) -> None:
-        self._check_unchanged()
-        _write_json(self.directory / INDEX, about)
-        self._about = about
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Keeps other processes from changing the index, which nobody has changed since it was opened."""
+        with locked(self.directory, wait=True):
+            self._check_unchanged()
+            yield
 
     def _check_unchanged(self) -> None:
         """
@@ -590,10 +594,47 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
         temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def _is_full(waiting: list[tuple[str, str, int, dict[str, torch.Tensor]]]) -> bool:
-    size = sum(x.nbytes for *_, row in waiting for x in row.values())
-    characters = sum(len(name) + len(text) for name, text, *_ in waiting)
-    return size >= FILE_BYTES or len(waiting) >= FILE_DOCUMENTS or characters >= FILE_CHARACTERS
+def _check_document(name: Any, text: Any) -> None:
+    """
+    Raises:
+        ValueError: if name and text are not strings that can be stored and read.
+    """
+    if not (isinstance(name, str) and isinstance(text, str) and name and text.strip()):
+        raise ValueError(f"`documents`: names and texts must be strings that are not empty, got {name!r}.")
+    try:
+        f"{name}{text}".encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"`documents`: {name!r} is not valid Unicode: {error}.") from error
+    if (size := _characters(name, text)) > MOST_OF_A_DOCUMENT:
+        raise ValueError(
+            f"`documents`: {name!r} has {size:,} characters as JSON, and may have {MOST_OF_A_DOCUMENT:,}."
+        )
+
+
+def _characters(*texts: str) -> int:
+    return sum(len(json.dumps(text)) for text in texts)
+
+
+def _names(ids: str | Iterable[str]) -> list[str]:
+    return [ids] if isinstance(ids, str) else list(ids)
+
+
+def _file_name(number: int) -> str:
+    return f"states-{number:06}.safetensors"
+
+
+def _by_file(documents: Iterable[_Document]) -> Iterator[list[_Document]]:
+    """Documents in the groups that are a file."""
+    waiting, size, characters = [], 0, 0
+    for document in documents:
+        waiting.append(document)
+        name, text, _, row = document
+        size, characters = size + sum(x.nbytes for x in row.values()), characters + _characters(name, text)
+        if size >= FILE_BYTES or len(waiting) >= FILE_DOCUMENTS or characters >= FILE_CHARACTERS:
+            yield waiting
+            waiting, size, characters = [], 0, 0
+    if waiting:
+        yield waiting
 
 
 def _checksum(states: dict[str, torch.Tensor]) -> int:
