@@ -425,10 +425,13 @@ def test_refusals():
         model.generate(ids, prefix_cache=prefixes, **GREEDY)
     with torch.no_grad():
         cache = model(FINCH.ids(2, 20)).cache
-    with pytest.raises(ValueError, match="`cache` must hold one sequence, got 2"):
+    with pytest.raises(ValueError, match="`cache` must have a row for each text, 1, got 2"):
         prefixes.put(ids[0], cache, prefixes.version)
-    with pytest.raises(ValueError, match="has read 20 tokens, but `ids` has 4"):
-        prefixes.put(ids[0, :4], cache.split()[0], prefixes.version)
+    with pytest.raises(ValueError, match="`cache` has read 20 tokens of a text of 4"):
+        prefixes.put_rows([ids[0], ids[0, :4]], cache, prefixes.version)
+    for wrong in (ids[None], ids[0] / 2, ids[0] - 99, ids[0] + 2**32):  # none of them is cut, rounded or wrapped
+        with pytest.raises(ValueError, match="A text must be a sequence of ids, got "):
+            prefixes.read(model, wrong)
     with pytest.raises(ValueError, match=r"`attention_mask` must be \(1, 20\), as `input_ids`, got \(1, 4\)"):
         prefixes.read(model, ids, torch.ones(1, 4))
     with pytest.raises(RuntimeError, match="before all texts were read"):

@@ -134,7 +134,7 @@ class PrefixCache:
             attention_mask: (batch, tokens), 0 for padding, which may be anywhere; None if there is none.
 
         Raises:
-            ValueError: if the states belong to another model, or a shape does not fit.
+            ValueError: if the states belong to another model, or `input_ids` are no ids, or a shape does not fit.
         """
         input_ids = torch.as_tensor(input_ids)
         rows = input_ids if input_ids.dim() == 2 else input_ids[None]
@@ -179,10 +179,6 @@ class PrefixCache:
         Raises:
             ValueError: if `cache` has several rows, or another number of tokens than `ids`.
         """
-        if cache.batch_size not in (-1, 1):
-            raise ValueError(f"`cache` must hold one sequence, got {cache.batch_size}.")
-        if cache.get_seq_length() != len(ids):
-            raise ValueError(f"`cache` has read {cache.get_seq_length()} tokens, but `ids` has {len(ids)}.")
         self.put_rows([ids], cache, version)
 
     def put_rows(
@@ -194,7 +190,16 @@ class PrefixCache:
         Args:
             texts: for each row the ids of the tokens that the model has read, (tokens), without padding.
             cache: the states after them.
+
+        Raises:
+            ValueError: if `cache` has another number of rows than `texts`, or of tokens than one of them.
         """
+        if cache.batch_size != len(texts):
+            raise ValueError(f"`cache` must have a row for each text, {len(texts)}, got {max(cache.batch_size, 0)}.")
+        for text, padding in zip(texts, cache.padding_read().tolist(), strict=True):
+            if padding >= 0 and cache.get_seq_length() - padding != len(text):  # otherwise it is not known
+                read = cache.get_seq_length() - padding
+                raise ValueError(f"`cache` has read {read} tokens of a text of {len(text)}.")
         states = {}
         for row, key in enumerate(map(text_key, texts)):
             if key and key not in states and not self._touch(key):

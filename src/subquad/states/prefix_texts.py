@@ -13,9 +13,16 @@ _ID = np.dtype(">u4")
 
 
 def text_key(ids: Sequence[int] | torch.Tensor | np.ndarray) -> bytes:
-    """The text of ids (tokens) as bytes, of which each token has [`WIDTH`]."""
-    ids = ids.cpu() if isinstance(ids, torch.Tensor) else ids
-    return np.asarray(ids, dtype=np.int64).astype(_ID).tobytes()
+    """
+    The text of ids (tokens) as bytes, of which each token has [`WIDTH`].
+
+    Raises:
+        ValueError: if they are no ids.
+    """
+    ids = np.asarray(ids.cpu() if isinstance(ids, torch.Tensor) else ids)
+    if ids.ndim != 1 or (ids.size and (ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >> 32)):
+        raise ValueError(f"A text must be a sequence of ids, got {ids.dtype} {ids.shape} {ids.ravel()[:4]}.")
+    return ids.astype(_ID).tobytes()
 
 
 def text_ids(key: bytes) -> np.ndarray:
