@@ -194,9 +194,9 @@ class ContextParallelCache(RecurrentCache):
 
 def context_parallel_cache(model: "PreTrainedModel", group: dist.ProcessGroup | None = None) -> ContextParallelCache:
     """
-    A cache with which an Eagle, Finch, Goose or Gecko reads one text in pieces on the processes of a group, one piece
-    each. Passed as `cache`, it hands every block the states after the previous process's piece, and sends this
-    process's states to the next. Gradients go back the same way, so the sum of all processes' gradients is the
+    A cache with which an Eagle, Finch, Goose, RWKV-7a or Gecko reads one text in pieces on the processes of a group,
+    one piece each. Passed as `cache`, it hands every block the states after the previous process's piece, and sends
+    this process's states to the next. Gradients go back the same way, so the sum of all processes' gradients is the
     gradient of the whole text. While one process reads its piece in a block, the previous process is in the next
     block: with L blocks and R processes, a pass takes the time of L + R - 1 blocks.
 
@@ -220,7 +220,8 @@ def context_parallel_cache(model: "PreTrainedModel", group: dist.ProcessGroup | 
     Raises:
         ValueError: if the model cannot read a text in this way.
     """
-    if (cache_class := getattr(model, "context_parallel_class", None)) is None:
+    cache_class = getattr(model, "context_parallel_class", None)
+    if cache_class is None or not issubclass(cache_class, model.cache_class):  # a subclass may need another cache
         raise ValueError(f"`model`: a {type(model).__name__} cannot read one text on several processes.")
     return cache_class(model.config, group)
 
