@@ -480,6 +480,11 @@ def test_prefix_cache(monkeypatch):
     with batching(model, allow_block_sharing=False) as manager:
         collect(manager, [manager.add_request(turn, max_new_tokens=1)])
     assert counted.take() == len(turn)
+    # Requests whose states cannot be had end with the reason.
+    monkeypatch.setattr(subquad.PrefixCache, "begin", lambda *arguments: 1 / 0)
+    with batching(model) as manager:
+        (output,) = collect(manager, [manager.add_request(turn, max_new_tokens=1)])
+    assert output.error == "division by zero"
 
 
 @pytest.mark.fast

@@ -32,8 +32,8 @@ class Prompts:
 
     Args:
         requests: the requests of each row; those with the same text share it.
-        ids: int64 (rows, tokens).
-        mask: bool (rows, tokens), False for padding; None if there is none.
+        ids: int64 (rows, tokens), on the CPU.
+        mask: bool (rows, tokens), False for padding, on the CPU; None if there is none.
         cache: the states after the first `read` tokens.
         reading: reads all but the last token from the states of a prefix cache; None if there is none.
     """
@@ -128,11 +128,11 @@ class Batch:
             changed = self._fail_running(error)
         yield changed
 
-    def _take_prompts(self) -> Prompts | None:
-        """The first waiting request, and others whose prompts are equal or of similar length."""
+    def _take_prompts(self) -> None:
+        """Begins to read the first waiting request, and others whose prompts are equal or of similar length."""
         free = self.most - len(self.rows.requests)
         if not self.waiting or free < 1:
-            return None
+            return
         first = self._unread(self.waiting[0].text)
         together: dict[tuple[int, ...], list[Request]] = {}
         taken, most = [], first
@@ -157,16 +157,14 @@ class Batch:
         ids = torch.tensor([[0] * (longest - len(text)) + list(text) for text in together])
         lengths = torch.tensor([len(text) for text in together])
         mask = torch.arange(longest) >= longest - lengths[:, None]
-        device = self.model.device
-        prompts = Prompts(
-            list(together.values()), ids.to(device), None if mask.all() else mask.to(device), self.model.new_cache()
-        )
+        cache = self.model.new_cache()
+        # From here on an error ends these requests.
+        self.prompts = Prompts(list(together.values()), ids, None if mask.all() else mask, cache)
         if self.prefix_cache is not None:
             # The last token is read in any case, for the logits after it.
-            prompts.reading = self.prefix_cache.begin(self.model, [text[:-1] for text in together])
+            self.prompts.reading = self.prefix_cache.begin(self.model, [text[:-1] for text in together])
             for request in taken:
-                request.version = prompts.reading.version
-        return prompts
+                request.version = self.prompts.reading.version
 
     def _unread(self, text: Sequence[int]) -> int:
         """The number of tokens of a text that no state covers."""
@@ -175,7 +173,7 @@ class Batch:
     def _read_prompts(self) -> list[Request]:
         """Reads a piece of prompts. Returns the requests that got their first token by it."""
         if self.prompts is None:
-            self.prompts = self._take_prompts()
+            self._take_prompts()
         if (prompts := self.prompts) is None:
             return []
         rows, length = prompts.ids.shape
@@ -188,8 +186,8 @@ class Batch:
         end = min(prompts.read + max(1, self.piece // rows), length)
         piece = slice(prompts.read, end)
         out = self.model(
-            input_ids=prompts.ids[:, piece],
-            attention_mask=None if prompts.mask is None else prompts.mask[:, piece],
+            input_ids=prompts.ids[:, piece].to(self.model.device),
+            attention_mask=None if prompts.mask is None else prompts.mask[:, piece].to(self.model.device),
             use_cache=True,
             logits_to_keep=1,
             **named_cache(prompts.cache),
