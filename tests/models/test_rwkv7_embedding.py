@@ -273,6 +273,9 @@ def test_wrong_calls():
         reranker(ids, task="sts")
     with pytest.raises(ValueError, match=r"`labels` must be \(1,\), one for each row, got \(2,\)"):
         reranker(ids, labels=torch.ones(2))
+    for wrong in (2, -1, float("nan")):
+        with pytest.raises(ValueError, match="`labels` must be from 0 to 1, got "):
+            reranker(ids, labels=torch.tensor([wrong]))
 
 
 @pytest.mark.fast

@@ -5,6 +5,8 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers.utils import can_return_tuple
 
+from subquad_kernels.tracing import can_read_values
+
 from ...modeling.arguments import checks_arguments
 from ...modeling.cache import RecurrentCache
 from ...modeling.layers import Linear, check_inputs
@@ -113,6 +115,8 @@ class Rwkv7RerankerForSequenceClassification(Rwkv7EmbeddingModel):
         check_inputs(self.config, input_ids, None)
         if labels is not None and labels.numel() != len(input_ids):
             raise ValueError(f"`labels` must be ({len(input_ids)},), one for each row, got {tuple(labels.shape)}.")
+        if labels is not None and can_read_values(labels) and not ((labels >= 0) & (labels <= 1)).all():
+            raise ValueError(f"`labels` must be from 0 to 1, got {labels.tolist()}.")
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         outputs = self.read(input_ids, attention_mask, cache, True, **kwargs)
