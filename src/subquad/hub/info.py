@@ -7,6 +7,7 @@ milliseconds.
 
 import json
 import math
+import re
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,32 +26,6 @@ if TYPE_CHECKING:
 EMBEDDED = Path(__file__).parent / "embedded"
 PRESET_NUMBERS = Path(__file__).parent / "presets.json"
 FLOATS = ("float64", "float32", "bfloat16", "float16")
-# Bits of an element, by the names that safetensors files give to dtypes.
-BITS = {
-    "BOOL": 8,
-    "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-    "I4": 4,  # for `Int4Config`; safetensors has no name for them
-    "U8": 8,
-    "I8": 8,
-    "F8_E5M2": 8,
-    "F8_E4M3": 8,
-    "F8_E8M0": 8,
-    "F8_E4M3FNUZ": 8,
-    "F8_E5M2FNUZ": 8,
-    "I16": 16,
-    "U16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "I32": 32,
-    "U32": 32,
-    "F32": 32,
-    "C64": 64,
-    "F64": 64,
-    "I64": 64,
-    "U64": 64,
-}
 
 
 class UnknownModelError(ValueError):
@@ -228,10 +203,9 @@ def _describe_directory(name: str, path: Path) -> ModelInfo:
 
 
 def _bits(dtype: str) -> int:
-    """Bits of one element of a dtype, by its name in torch or safetensors."""
-    import torch
-
-    return BITS[dtype] if dtype in BITS else 8 * getattr(torch, dtype).itemsize
+    """Bits of one element of a dtype, by its name in torch or safetensors: `bfloat16`, `F8_E4M3`, `BOOL`."""
+    size = re.search(r"\d+", dtype)
+    return int(size[0]) if size else 8
 
 
 def _loaded_dtype(config: "PreTrainedConfig") -> str:
@@ -299,5 +273,5 @@ __all__ = [
 
 
 if __name__ == "__main__":
-    numbers = {name: asdict(describe_preset(name)) for name in PRESETS}
-    PRESET_NUMBERS.write_text(f"{json.dumps(numbers, indent=2)}\n", encoding="utf-8")
+    lines = (f"{json.dumps(name)}: {json.dumps(asdict(describe_preset(name)))}" for name in PRESETS)
+    PRESET_NUMBERS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

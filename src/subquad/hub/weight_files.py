@@ -325,7 +325,8 @@ def complete_sizes(
 ) -> None:
     """Reads sizes that published configurations lack from a checkpoint's tensors, if the class supports that."""
     if hasattr(config, "set_sizes_from_shapes"):
-        config.set_sizes_from_shapes(_checkpoint_shapes(os.fspath(path), variant, hub or {}))
+        headers = read_headers(find_weights(path, FIRST_BLOCKS, variant, **hub or {}))
+        config.set_sizes_from_shapes({name: x for name, (x, _) in headers.items() if FIRST_BLOCKS.search(name)})
 
 
 def adapted_model(path: str | os.PathLike, options: dict) -> str:
@@ -357,23 +358,18 @@ def check_adapter(path: str | os.PathLike) -> None:
         raise ValueError(f"{path} has no {ADAPTER_SAFE_WEIGHTS_NAME}; adapters are loaded from no other file.")
 
 
-def find_weights(path: str | os.PathLike) -> list[str]:
-    """The safetensors files with the weights of a model directory, or of a model on the Hub; [] if there are none."""
-    path, (single_name, index_name) = os.fspath(path), _file_names(None)
-    if (single := cached_file(path, single_name, **QUIET)) is not None:
+def find_weights(
+    path: str | os.PathLike, wanted: re.Pattern | None = None, variant: str | None = None, **hub: Any
+) -> list[str]:
+    """
+    The safetensors files with the weights of a model directory, or of a model on the Hub; [] if there are none. Of
+    several files, those that have tensors with `wanted` in their names.
+    """
+    path, (single_name, index_name) = os.fspath(path), _file_names(variant)
+    if (single := cached_file(path, single_name, **hub, **QUIET)) is not None:
         return [single]
-    if (index := cached_file(path, index_name, **QUIET)) is None:
+    if (index := cached_file(path, index_name, **hub, **QUIET)) is None:
         return []
-    return [cached_file(path, shard) for shard in sorted(set(read_weight_map(index).values()))]
-
-
-def _checkpoint_shapes(path: str, variant: str | None, hub: dict) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors of the first two blocks, from safetensors headers; empty if there is no such file."""
-    hub, (single_name, index_name) = {**hub, **QUIET}, _file_names(variant)
-    files = []
-    if (single := cached_file(path, single_name, **hub)) is not None:
-        files = [single]
-    elif (index := cached_file(path, index_name, **hub)) is not None:
-        shards = sorted({shard for name, shard in read_weight_map(index).items() if FIRST_BLOCKS.search(name)})
-        files = [cached_file(path, shard, **hub) for shard in shards]
-    return {name: shape for name, (shape, _) in read_headers(files).items() if FIRST_BLOCKS.search(name)}
+    weight_map = read_weight_map(index).items()
+    shards = sorted({shard for name, shard in weight_map if wanted is None or wanted.search(name)})
+    return [cached_file(path, shard, **hub) for shard in shards]
