@@ -169,21 +169,13 @@ class Rwkv7EmbeddingModel(Rwkv7EmbeddingPreTrainedModel):
         Raises:
             ValueError: before any work, if an argument does not fit; the message names it.
         """
-        return self.embed(input_ids, attention_mask, cache, use_cache, task, **kwargs)
+        return self.embed(input_ids, task, attention_mask=attention_mask, cache=cache, use_cache=use_cache, **kwargs)
 
-    def embed(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        cache: RecurrentCache | None = None,
-        use_cache: bool | None = None,
-        task: str | None = None,
-        **kwargs,
-    ) -> Rwkv7EmbeddingOutput:
+    def embed(self, input_ids: torch.Tensor, task: str | None = None, **options: Any) -> Rwkv7EmbeddingOutput:
         """The embeddings, also of a model whose `forward` gives something else; see there."""
         head = self.find_head(task)
-        ends = self.find_ends(check_inputs(self.config, input_ids, None), attention_mask)
-        outputs = self.read(input_ids, attention_mask, cache, use_cache, **kwargs)
+        ends = self.find_ends(check_inputs(self.config, input_ids, None), options.get("attention_mask"))
+        outputs = self.read(input_ids, **options)
         x, pooled = outputs.last_hidden_state, None
         if ends is not None:
             ends = ends.to(x.device).unsqueeze(-1)
@@ -210,10 +202,9 @@ class Rwkv7EmbeddingModel(Rwkv7EmbeddingPreTrainedModel):
     def read(
         self,
         input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
         cache: RecurrentCache | None = None,
         use_cache: bool | None = None,
-        **kwargs,
+        **options: Any,
     ) -> RecurrentModelOutput:
         """The output of the blocks alone, with a cache that also fits a reranker. For the arguments see `forward`."""
         if use_cache is None:
@@ -221,13 +212,7 @@ class Rwkv7EmbeddingModel(Rwkv7EmbeddingPreTrainedModel):
         cache = accept_cache(cache, self.cache_class)
         if cache is None and use_cache:
             cache = self.new_cache()
-        return self.rwkv(
-            input_ids,
-            attention_mask=attention_mask,
-            cache=cache,
-            use_cache=use_cache,
-            **kwargs | {"return_dict": True},
-        )
+        return self.rwkv(input_ids, cache=cache, use_cache=use_cache, **options | {"return_dict": True})
 
 
 __all__ = ["Rwkv7EmbeddingCache", "Rwkv7EmbeddingModel", "Rwkv7EmbeddingPreTrainedModel"]

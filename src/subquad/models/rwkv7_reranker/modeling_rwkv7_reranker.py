@@ -119,7 +119,7 @@ class Rwkv7RerankerForSequenceClassification(Rwkv7EmbeddingModel):
             raise ValueError(f"`labels` must be from 0 to 1, got {labels.tolist()}.")
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
-        outputs = self.read(input_ids, attention_mask, cache, True, **kwargs)
+        outputs = self.read(input_ids, cache, True, attention_mask=attention_mask, **kwargs)
         states = cache_of(outputs)
         logits = self.score(states)
         loss = None
