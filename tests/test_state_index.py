@@ -380,10 +380,12 @@ def test_commands(models, tmp_path, monkeypatch, capsys):
     assert {entry["id"] for entry in found} == {"docs/a.md#1", "docs/b.txt#1", "#1", "#2"}
     assert next(entry["text"] for entry in found if "a.md" in entry["id"]) == "# Cats\n\nThey sit on chairs."
 
-    # A file without passages has none in the index either. Ids of lines are no passages of one file.
+    # Files that are empty or gone have no passages in the index either. Ids of lines are no passages of one file.
     (tmp_path / "docs/a.md").write_text("\n")
+    (tmp_path / "docs/b.txt").rename("b.txt")
     (tmp_path / "more.jsonl").write_text('{"id": "#2", "text": "Another."}')
-    assert run(capsys, *index).startswith("0 read, 2 unchanged, 1 removed; i has 3 documents")
+    assert run(capsys, *index).startswith("0 read, 1 unchanged, 2 removed; i has 2 documents")
+    assert run(capsys, "index", "b.txt", *index[3:]).startswith("1 read, 0 unchanged, 0 removed; i has 3 documents")
 
     assert "given is other" in run(capsys, "rank", "x", "--index", "i", "--model", models / "other", status=1)
     assert "embedding model alone" in run(

@@ -233,14 +233,9 @@ class VisualFormat(Format):
     def save_processor(
         self, directory: Path, config: PreTrainedConfig, generation: GenerationConfig, vision_tower: Path | None
     ) -> None:
-        generation.eos_token_id = self._save_processor(directory, config, vision_tower)
-
-    def _save_processor(self, directory: Path, config: PreTrainedConfig, vision_tower: Path | None) -> list[int]:
         """
-        Makes a processor from the tokenizer in `directory` and saves it there.
-
-        Returns:
-            the ids that end an answer: the end of a document, and a blank line if that is one token.
+        Makes a processor from the tokenizer in `directory` and saves it there. An answer ends with the end of a
+        document, or with a blank line if that is one token.
         """
         # Image processors need Pillow, unlike everything else here.
         from transformers import AutoTokenizer
@@ -267,7 +262,7 @@ class VisualFormat(Format):
         ids = tokenizer("\n\n", add_special_tokens=False)["input_ids"]
         if len(ids) == 1 and tokenizer.decode(ids) == "\n\n":
             ends.update(ids)
-        return sorted(ends - {None})
+        generation.eos_token_id = sorted(ends - {None})
 
 
 class ClipFormat(VisualFormat):

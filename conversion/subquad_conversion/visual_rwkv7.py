@@ -114,27 +114,27 @@ NEWER_DINO = re.compile(rf"({re.escape(DINO_TOWER)}.*\.attention\.)({'|'.join(DI
 # SigLIP's pooled output, which nothing reads.
 POOLING = f"{SIGLIP_TOWER}attn_pool."
 
+
+def patch_places(weight: str) -> dict[str, tuple[str, int]]:
+    """The source of the sizes that a tower's first convolution has."""
+    return {size: (weight, axis) for axis, size in enumerate(("hidden_size", "num_channels", "patch_size"))}
+
+
 # The source of each size of the towers: tensor, axis.
 PLACES = {
     "dino": {
-        "hidden_size": (f"{DINO_TOWER}embeddings.patch_embeddings.projection.weight", 0),
-        "num_channels": (f"{DINO_TOWER}embeddings.patch_embeddings.projection.weight", 1),
-        "patch_size": (f"{DINO_TOWER}embeddings.patch_embeddings.projection.weight", 2),
+        **patch_places(f"{DINO_TOWER}embeddings.patch_embeddings.projection.weight"),
         "positions": (f"{DINO_TOWER}embeddings.position_embeddings", 1),
         "num_register_tokens": (f"{DINO_TOWER}embeddings.register_tokens", 1),
         "intermediate_size": (f"{DINO_TOWER}encoder.layer.0.mlp.fc1.weight", 0),
     },
     "siglip": {
-        "hidden_size": (f"{SIGLIP_TOWER}embeddings.patch_embedding.weight", 0),
-        "num_channels": (f"{SIGLIP_TOWER}embeddings.patch_embedding.weight", 1),
-        "patch_size": (f"{SIGLIP_TOWER}embeddings.patch_embedding.weight", 2),
+        **patch_places(f"{SIGLIP_TOWER}embeddings.patch_embedding.weight"),
         "positions": (f"{SIGLIP_TOWER}embeddings.position_embedding.weight", 0),
         "intermediate_size": (f"{SIGLIP_TOWER}encoder.layers.0.mlp.fc1.weight", 0),
     },
     "sam": {
-        "hidden_size": (f"{SAM_TOWER}patch_embed.projection.weight", 0),
-        "num_channels": (f"{SAM_TOWER}patch_embed.projection.weight", 1),
-        "patch_size": (f"{SAM_TOWER}patch_embed.projection.weight", 2),
+        **patch_places(f"{SAM_TOWER}patch_embed.projection.weight"),
         "side": (f"{SAM_TOWER}pos_embed", 1),
         "head_size": (f"{SAM_TOWER}layers.0.attn.rel_pos_h", 1),
         "mlp_dim": (f"{SAM_TOWER}layers.0.mlp.lin1.weight", 0),

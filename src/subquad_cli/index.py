@@ -19,7 +19,8 @@ DOCS are text files (.md, .rst, .txt), directories of them, or .jsonl files whos
 Text files are split into passages at empty lines. The id of a passage is its file's path, `#` and a number.
 
 An index that exists is brought up to date: passages that are there already are not read again, changed ones are
-replaced, and those that their file no longer has are removed. So the same command goes on after an interruption.
+replaced, and those that a file or directory in DOCS no longer has are removed. So the same command goes on after an
+interruption.
 
 examples:
   subquad index docs --model ./embedding-0.1b --out docs.index
@@ -51,8 +52,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> None:
     model = find_model(args.model)
-    files = find_files(args.docs)
-    documents = read_documents(files, args.passage)
+    documents = read_documents(args.docs, args.passage)
     if not documents:
         raise UsageError(f"{' '.join(args.docs)}: there is no document.")
     device = usable_device(args.device)
@@ -68,8 +68,7 @@ def run(args: Namespace) -> None:
         else:
             kind = args.state_dtype or "float16"
             index = StateIndex.create(args.out, model, state_dtype=kind, dtype=args.dtype)
-        split = {file.as_posix() for file in files if file.suffix in SUFFIXES}
-        gone = [name for name in index.ids if name.rpartition("#")[0] in split and name not in documents]
+        gone = [name for name in index.ids if name not in documents and is_of(name, args.docs)]
         read = index.to(device).add(documents, batch_size=args.batch_size, progress=sys.stderr.isatty())
         index.remove(gone)
     print(
@@ -78,44 +77,37 @@ def run(args: Namespace) -> None:
     )
 
 
-def find_files(paths: list[str]) -> list[Path]:
-    """
-    The files to read.
-
-    Raises:
-        UsageError: if a path is no such file or directory.
-    """
-    files = []
-    for given in map(Path, paths):
-        if not given.exists():
-            raise UsageError(f"{given} does not exist.")
-        if given.is_dir():
-            files += sorted(path for path in given.rglob("*") if path.suffix in SUFFIXES and path.is_file())
-        elif given.suffix in (*SUFFIXES, ".jsonl"):
-            files.append(given)
-        else:
-            raise UsageError(f"{given} is none of {', '.join(SUFFIXES)}, .jsonl.")
-    return files
+def is_of(name: str, paths: list[str]) -> bool:
+    """Whether the name is that of a passage of a text file that is given, or that is or was in a given directory."""
+    file = Path(name.rpartition("#")[0])
+    given = any(file == path or (path.is_dir() and file.is_relative_to(path)) for path in map(Path, paths))
+    return given and file.suffix in SUFFIXES
 
 
-def read_documents(files: list[Path], length: int) -> dict[str, str]:
+def read_documents(paths: list[str], length: int) -> dict[str, str]:
     """
     The texts of passages by their ids.
 
     Raises:
-        UsageError: if an id occurs twice.
+        UsageError: if a path is no such file, or an id occurs twice.
         ValueError: if a file cannot be read.
     """
     documents: dict[str, str] = {}
-    for file in files:
-        try:
-            text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{file} cannot be read: {error}") from error
-        for name, passage in read_lines(file, text) if file.suffix == ".jsonl" else passages(file, text, length):
-            if name in documents:
-                raise UsageError(f"{file}: the id {name!r} occurs twice.")
-            documents[name] = passage
+    for given in map(Path, paths):
+        if not given.exists():
+            raise UsageError(f"{given} does not exist.")
+        inside = sorted(path for path in given.rglob("*") if path.suffix in SUFFIXES and path.is_file())
+        for file in inside if given.is_dir() else [given]:
+            if file.suffix not in (*SUFFIXES, ".jsonl"):
+                raise UsageError(f"{file} is none of {', '.join(SUFFIXES)}, .jsonl.")
+            try:
+                text = file.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ValueError(f"{file} cannot be read: {error}") from error
+            for name, passage in read_lines(file, text) if file.suffix == ".jsonl" else passages(file, text, length):
+                if name in documents:
+                    raise UsageError(f"{file}: the id {name!r} occurs twice.")
+                documents[name] = passage
     return documents
 
 
