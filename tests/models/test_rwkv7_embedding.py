@@ -534,6 +534,22 @@ def test_the_code_of_cards(pair, tmp_path):
     assert float(done.stdout.splitlines()[-1]) == pytest.approx(float(query @ document), abs=1e-5)
 
 
+def test_files_of_other_modules(tmp_path):
+    """A repository has the modules that sentence-transformers saves beside the model, and nothing from elsewhere."""
+    save_pair(tmp_path, ByteTokenizer(), 128)
+    source, module = tmp_path / NAMES[1], tmp_path / NAMES[1] / "2_Dense"
+    for path in (module / "config.json", module / "model.safetensors", source / "notes/a.json"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(path.name)
+    files = export(source, tmp_path / "hub")
+    assert {"2_Dense/config.json", "2_Dense/model.safetensors"} <= set(files) and "notes/a.json" not in files
+    assert (tmp_path / "hub/2_Dense/config.json").read_text() == "config.json"
+    (tmp_path / "secret.json").write_text("{}")
+    (module / "secret.json").symlink_to(tmp_path / "secret.json")
+    with pytest.raises(ValueError, match=r"2_Dense/secret\.json is a link to .*, outside of the model's directory"):
+        export(source, tmp_path / "linked")
+
+
 def test_tokenizers_that_do_not_fit(tmp_path):
     config = Rwkv7EmbeddingConfig(**SIZES)
     with pytest.raises(ValueError, match="The tokenizer has 128 tokens: the id 96 is not free"):

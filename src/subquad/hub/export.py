@@ -171,6 +171,9 @@ def export(
     if source.is_dir():
         check_links(source)
     config = check_model(source)
+    patterns = ("generation_config.json", "processor_config.json", *REGISTRY[config.model_type].files)
+    others = [path for pattern in patterns for path in sorted(source.glob(pattern)) if path.is_file()]
+    check_links(source, *{path.parent for path in others})
     check_portable(config, source)
     weights = weights_of(source)
     size = 0 if link_weights else sum(path.stat().st_size for path in weights)
@@ -178,9 +181,9 @@ def export(
         for path in weights:
             (_link if link_weights else shutil.copyfile)(path, partial / path.name)
         config.save_pretrained(partial)  # with all sizes: code in a repository does not inspect the tensors
-        for name in ("generation_config.json", "processor_config.json", *REGISTRY[config.model_type].files):
-            if (source / name).is_file():
-                shutil.copyfile(source / name, partial / name)
+        for path in others:
+            (copy := partial / path.relative_to(source)).parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
         add_model_code(partial)
         _copy_tokenizer(source, partial)
         if (source / "README.md").is_file() and not is_own_card(source):

@@ -102,14 +102,17 @@ def reading(path: str | os.PathLike, what: str = "this file") -> Iterator[None]:
         raise ValueError(f"{path}: {what} cannot be read: {one_line(error).rstrip('.')}.") from error
 
 
-def check_links(directory: str | os.PathLike) -> None:
+def check_links(directory: str | os.PathLike, *folders: Path) -> None:
     """
+    Args:
+        folders: further folders in the directory from which files are read.
+
     Raises:
         ValueError: if a file of a model directory links to a place outside. The creator of the directory may not be
             allowed to read that file, or to publish it.
     """
     root = Path(directory).resolve()
-    folders = [root, root / "additional_chat_templates"]
+    folders = (root, root / "additional_chat_templates", *folders)
     for path in (path for folder in folders if folder.is_dir() for path in sorted(folder.iterdir())):
         target = path.resolve()
         blob = root.parent.name == _SNAPSHOTS and target.is_relative_to(root.parents[1] / _BLOBS)

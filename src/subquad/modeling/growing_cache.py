@@ -109,7 +109,7 @@ class GrowingCache(CountingCache):
         rows = torch.arange(x.shape[0], device=x.device)[:, None] * held.shape[1]
         # Padding adds zero at any position. A CPU would copy all of a 16-bit tensor to scatter into it.
         index, x = (position.clamp_min(0) + rows).flatten(), x.to(held.dtype).flatten(0, 1)
-        if layer.can_modify(name, held):  # for a long text, a copy for every token would take long
+        if held.is_contiguous() and layer.can_modify(name, held):  # a copy for every token would take long
             held.flatten(0, 1).index_add_(0, index, x)
         else:
             held = held.flatten(0, 1).index_add(0, index, x).view_as(held)

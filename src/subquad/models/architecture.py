@@ -251,7 +251,7 @@ class Architecture:
         inspection: the module in the folder that shows the memory's content after a text, for `subquad
             inspect-memory`; None if there is none.
         embedder: see [`Embedder`]; None if the model makes no embeddings of texts.
-        files: names of further files in its directories, which its repositories have too.
+        files: patterns of further files in its directories, which its repositories have too.
     """
 
     model_type: str

@@ -39,7 +39,10 @@ RWKV7_EMBEDDING = Architecture(
     vllm=Serving(refusal="this plug-in serves models that generate text"),
     presets={f"goose-embedding-{size}": RWKV7.presets[name] for size, name in SIZES.items()},
     embedder=Embedder(weights=("rwkv.", "head."), fields=("norm_eps", "end_token_id", "default_task", "instruction")),
-    files=("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
+    files=(
+        *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
+        *("[0-9]*_*/*.json", "[0-9]*_*/*.safetensors"),  # its other modules, such as `1_Normalize`
+    ),
 )
 
 __all__ = ["RWKV7_EMBEDDING"]

@@ -41,6 +41,7 @@ RWKV7_RERANKER = Architecture(
         for size in SIZES
     },
     embedder=RWKV7_EMBEDDING.embedder,
+    files=RWKV7_EMBEDDING.files,
 )
 
 __all__ = ["RWKV7_RERANKER"]
