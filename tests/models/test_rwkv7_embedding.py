@@ -25,7 +25,7 @@ from subquad import (
     identify,
 )
 from subquad.hub.export import export
-from subquad.models.rwkv7_embedding.retrieval_files import save_embedding_files
+from subquad.models.rwkv7_embedding.retrieval_files import save_embedding_files, save_reranker_files
 from subquad_tokenizers import ByteTokenizer, RwkvWorldTokenizerFast
 
 
@@ -548,6 +548,15 @@ def test_files_of_other_modules(tmp_path):
     (module / "secret.json").symlink_to(tmp_path / "secret.json")
     with pytest.raises(ValueError, match=r"2_Dense/secret\.json is a link to .*, outside of the model's directory"):
         export(source, tmp_path / "linked")
+
+
+def test_an_instruction_of_any_text(tmp_path):
+    instruction = 'START BETWEEN {x} "\\" \n\U0001f600 {{ y }}'
+    config = Rwkv7EmbeddingConfig(**SIZES | {"vocab_size": 129, "end_token_id": 128}, instruction=instruction)
+    save_reranker_files(tmp_path, ByteTokenizer(), config)
+    pair = [{"role": "query", "content": "q"}, {"role": "document", "content": "d"}]
+    text = ByteTokenizer.from_pretrained(tmp_path).apply_chat_template(pair, tokenize=False)
+    assert text == f"Instruct: {instruction}\nDocument: d\nQuery: q<|embedding|>"
 
 
 def test_tokenizers_that_do_not_fit(tmp_path):

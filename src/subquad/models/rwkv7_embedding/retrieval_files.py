@@ -89,8 +89,9 @@ def save_reranker_files(
     makes one text of document and query. For the arguments see [`save_embedding_files`].
     """
     pair = DOCUMENT.format(instruction=config.instruction, document=MARK) + QUERY_AFTER_DOCUMENT.format(query="")
-    start, between = map(json.dumps, pair.split(MARK))
-    _add_end(tokenizer, config.end_token_id, PAIR_TEMPLATE.replace("START", start).replace("BETWEEN", between))
+    # Jinja's literals have no pairs of surrogates. An instruction may contain the words START and BETWEEN.
+    start, between = (json.dumps(part, ensure_ascii=False) for part in pair.split(MARK))
+    _add_end(tokenizer, config.end_token_id, PAIR_TEMPLATE.replace("BETWEEN", between).replace("START", start))
     tokenizer.add_eos_token = False  # the template has it
     tokenizer.save_pretrained(directory)
 
