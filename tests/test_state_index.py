@@ -227,6 +227,10 @@ def test_narrow_states(kind, tolerance, models, read, tmp_path):
         assert found == pytest.approx(expected, abs=tolerance) and found != expected
         assert [match.id for match in narrow.search("x")] == [match.id for match in index.search("x")]
         assert narrow.nbytes < index.nbytes * 0.8
+    with torch.no_grad():
+        made.model.rwkv.blocks[0].ln1.weight.mul_(1e6)
+    with pytest.raises(ValueError, match=f"'new': The state `attention_shift` is not finite in {kind}"):
+        made.add({"new": "A new one."})
     with pytest.raises(ValueError, match="`state_dtype` must be one of .*, got 'float32'"):
         narrow.save(tmp_path / "wider", "float32")
 

@@ -77,7 +77,7 @@ def listed(names: Sequence[str], most: int = 8) -> str:
 
 @contextmanager
 def naming(path: str | os.PathLike) -> Iterator[None]:
-    """Prefixes errors with the path unless they name it."""
+    """Prefixes errors with the path, or another name, unless they have it."""
     try:
         yield
     except ValueError as error:

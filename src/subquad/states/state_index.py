@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoTokenizer
 
 from ..hub.directories import check_free, new_directory
-from ..hub.foreign_files import listed, read_json, reading
+from ..hub.foreign_files import listed, naming, read_json, reading
 from ..hub.new_files import locked, replacing
 from ..modeling.cache import RecurrentCache
 from ..modeling.state_file import (
@@ -268,9 +268,9 @@ class StateIndex:
         Raises:
             KeyError: before any change, if there is no document of a name.
         """
-        entries = {name: self._entry(name) for name in _names(ids)}
-        with self._changing():
-            self._forget(entries)
+        if entries := {name: self._entry(name) for name in _names(ids)}:
+            with self._changing():
+                self._forget(entries)
 
     def save(self, directory: str | os.PathLike, state_dtype: str | None = None) -> None:
         """
@@ -511,7 +511,8 @@ class StateIndex:
     def _write_documents(self, path: Path, documents: list[_Document], state_dtype: str) -> None:
         about, columns = [], {}
         for name, text, tokens, row in documents:
-            stored = _narrowed({key: x for key, x in row.items() if key != EMBEDDINGS}, STATE_DTYPES[state_dtype])
+            with naming(repr(name)):
+                stored = _narrowed({key: x for key, x in row.items() if key != EMBEDDINGS}, STATE_DTYPES[state_dtype])
             about.append({"id": name, "text": text, "tokens": tokens, "checksum": _checksum(stored)})
             for key, x in {EMBEDDINGS: row[EMBEDDINGS], **stored}.items():
                 columns.setdefault(key, []).append(x)
