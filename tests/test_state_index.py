@@ -210,6 +210,9 @@ def test_wrong_numbers(call, models, read):
     index = StateIndex.load(read, models / "reranker")
     with pytest.raises(ValueError, match=f"`{call}` must be at least 1, got 0"):
         index.rank("x", **{call: 0})
+    if call == "batch_size":
+        with pytest.raises(ValueError, match="`batch_size` must be at least 1, got -1"):
+            index.score("x", "cat", batch_size=-1)
 
 
 @pytest.mark.parametrize(("kind", "tolerance"), [("float16", 1e-3), ("int8", 2e-2)])

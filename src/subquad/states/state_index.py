@@ -236,8 +236,7 @@ class StateIndex:
         Raises:
             ValueError: before any work, if a name occurs twice, or if a text is empty, too long or not valid Unicode.
         """
-        if batch_size < 1:
-            raise ValueError(f"`batch_size` must be at least 1, got {batch_size}.")
+        _check_positive(batch_size=batch_size)
         self._check_unchanged()
         pairs = list(documents.items() if isinstance(documents, Mapping) else documents)
         if twice := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:
@@ -312,8 +311,7 @@ class StateIndex:
     @torch.no_grad()
     def search(self, query: str, k: int = 10) -> list[Match]:
         """The k documents whose embeddings have the largest cosine with the query's, best first."""
-        if k < 1:
-            raise ValueError(f"`k` must be at least 1, got {k}.")
+        _check_positive(k=k)
         names, embeddings = self._all_embeddings()
         ids = self._encode(self.model.query_text(query), end=True)[-self.tokenizer.model_max_length :]
         found = self.model.embed(self._tensor([ids]), use_cache=False).pooler_output.float()
@@ -342,9 +340,7 @@ class StateIndex:
         Raises:
             ValueError: if the index was opened with an embedding model alone, or a number is not positive.
         """
-        for name, number in {"k": k, "candidates": candidates, "batch_size": batch_size}.items():
-            if number is not None and number < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {number}.")
+        _check_positive(k=k, candidates=1 if candidates is None else candidates, batch_size=batch_size)
         self._check_reranker()
         chosen = self.ids if candidates is None else [each.id for each in self.search(query, max(k, candidates))]
         scores = self.score(query, chosen, batch_size=batch_size, progress=progress)
@@ -361,8 +357,10 @@ class StateIndex:
 
         Raises:
             KeyError: before any work, if there is no document of a name.
-            ValueError: if states are damaged, or the index was opened with an embedding model alone.
+            ValueError: if states are damaged, the index was opened with an embedding model alone, or `batch_size` is
+                not positive.
         """
+        _check_positive(batch_size=batch_size)
         self._check_reranker()
         ids = _names(ids)
         entries = [self._entry(name) for name in ids]
@@ -593,6 +591,12 @@ def _read_index(directory: Path) -> dict[str, Any]:
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _check_positive(**numbers: int) -> None:
+    for name, number in numbers.items():
+        if number < 1:
+            raise ValueError(f"`{name}` must be at least 1, got {number}.")
 
 
 def _check_document(name: Any, text: Any) -> None:
