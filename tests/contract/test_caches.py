@@ -239,6 +239,8 @@ def test_cache_operations(case, tmp_path):
             cache.reset()
             assert cache.get_seq_length() == 0
             torch.testing.assert_close(model(**text, cache=cache).logits, model(**text).logits)
+            cache.save(tmp_path / "cache.safetensors")
+            assert_same_states(cache_class.load(tmp_path / "cache.safetensors", model.config).to(DEVICE), cache)
 
 
 @pytest.mark.fast
@@ -257,6 +259,7 @@ def test_reset_rows(case, tmp_path):
             with pytest.raises(ValueError, match="Rows that were reset must read a token"):
                 cache.save(tmp_path / "cache")
             found = model(**more, cache=cache).logits
+            cache.save(tmp_path / "cache")
             for n, text in enumerate(alone):
                 torch.testing.assert_close(found[n], model(**text).logits[0, -40:], **TOLERANCE)
         for n, reset in enumerate([] if static else rows):

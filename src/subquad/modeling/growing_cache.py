@@ -113,7 +113,7 @@ class GrowingCache(CountingCache):
             held.flatten(0, 1).index_add_(0, index, x)
         else:
             held = held.flatten(0, 1).index_add(0, index, x).view_as(held)
-        layer.write(name, held)
+        layer.replace({name: held})
         layer.note_alias(name)
         return held
 

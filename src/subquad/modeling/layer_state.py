@@ -160,14 +160,15 @@ class LayerState:
                 self.records[key] = Record(replay, {name: self.states.get(name) for name in states}, updates)
             if self.records[key].tokens > 2 * MAX_RECORDED:  # not at every token
                 self.records[key].keep(MAX_RECORDED)
-        self._replace(states)
+        self.replace(states)
 
     def set(self, states: States) -> None:
         """Sets states after the tokens of a call, without recording anything."""
         self.records.clear()
-        self._replace(states)
+        self.replace(states)
 
-    def _replace(self, states: States) -> None:
+    def replace(self, states: States) -> None:
+        """Sets states after the tokens of a call, and leaves the record of the past as it is."""
         self.fresh, self.fresh_rows = False, None
         for name, state in states.items():
             self.write(name, state)
@@ -229,7 +230,8 @@ class LayerState:
         self.records.clear()
         for name, state in self.states.items():
             self.write(name, state.masked_fill(rows.to(state.device).view(-1, *[1] * (state.dim() - 1)), 0))
-        self.fresh_rows = rows if self.fresh_rows is None else rows | self.fresh_rows.to(rows.device)
+        if self.states:  # no call ends it for a layer without states
+            self.fresh_rows = rows if self.fresh_rows is None else rows | self.fresh_rows.to(rows.device)
 
     def reset(self) -> None:
         self.records.clear()

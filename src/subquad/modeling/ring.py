@@ -33,7 +33,7 @@ def restart(layer: LayerState, name: str, x: torch.Tensor, positions: TokenPosit
     held = x[:, :0] if held is None else held
     held = with_capacity(held, room - held.shape[1])
     held = entries_at(held, x, wanted.expand(x.shape[0], -1), positions.kept_position, positions.kept)
-    layer.write(name, held.masked_fill(expand_to(wanted > positions.kept_position[:, -1:], x), 0.0))
+    layer.replace({name: held.masked_fill(expand_to(wanted > positions.kept_position[:, -1:], x), 0.0)})
 
 
 def ring_state(
