@@ -106,8 +106,7 @@ class StateDirectory:
             cache_class = type(model.new_cache())
             states = unpack_states(states, cache_class.float32_names)
             cache = cache_class.from_states(file, model.config.get_text_config(), states, about)
-            with suppress(OSError):  # another process may have deleted it
-                os.utime(file)
+            self.touch(file)
             return cache.to(model.device, model.dtype)
         except Exception as error:
             if file.exists():
@@ -116,7 +115,7 @@ class StateDirectory:
 
     def touch(self, file: Path) -> None:
         """Notes that a state was used."""
-        with suppress(OSError):
+        with suppress(OSError):  # another process may have deleted it
             os.utime(file)
 
     def delete(self, file: Path) -> None:
