@@ -7,8 +7,6 @@ The checksum detects damage and changes. It is not a signature: anyone who write
 import hashlib
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -78,7 +76,8 @@ def read_state_file(path: str | os.PathLike) -> tuple[dict[str, torch.Tensor], d
     Raises:
         ValueError: if the file is damaged or was changed, or holds something else.
     """
-    with _open(path) as (file, metadata):
+    with reading(path, "the states"), open_states(path) as file:
+        metadata = file.metadata()
         if len(names := file.keys()) > MOST_STATES:
             raise ValueError(f"{os.fspath(path)} has {len(names):,} states, more than any model.")
         # Copies, because a file's tensors begin at any address. Matrix products choose their order of additions by
@@ -96,8 +95,13 @@ def open_states(path: str | os.PathLike) -> safe_open:
     Raises:
         ValueError: if the file is damaged, or holds something else.
     """
-    with _open(path):  # for its errors
-        return safe_open(path, framework="pt")
+    path = os.fspath(path)
+    check_file(path)
+    with reading(path, "the states"):
+        file = safe_open(path, framework="pt")
+        if ABOUT not in (file.metadata() or {}):
+            raise ValueError(f"{path} does not hold a cache.")
+        return file
 
 
 def read_about(path: str | os.PathLike) -> dict[str, Any]:
@@ -107,20 +111,8 @@ def read_about(path: str | os.PathLike) -> dict[str, Any]:
     Raises:
         ValueError: if the file is damaged, or holds something else.
     """
-    with _open(path) as (_, metadata):
-        return _parse(path, metadata[ABOUT])
-
-
-@contextmanager
-def _open(path: str | os.PathLike) -> Iterator[tuple[safe_open, dict[str, str]]]:
-    """A file that holds states, and its metadata."""
-    path = os.fspath(path)
-    check_file(path)
-    with reading(path, "the states"), safe_open(path, framework="pt") as file:
-        metadata = file.metadata() or {}
-        if ABOUT not in metadata:
-            raise ValueError(f"{path} does not hold a cache.")
-        yield file, metadata
+    with reading(path, "the states"), open_states(path) as file:
+        return _parse(path, file.metadata()[ABOUT])
 
 
 def _parse(path: str | os.PathLike, text: str) -> dict[str, Any]:
