@@ -317,8 +317,15 @@ def test_faults(number, tmp_path, monkeypatch):
     assert missed > number / 2
 
 
+@torch.no_grad()
+def write_one(model):
+    """Changes a single number, none of those that are compared at every text."""
+    model.get_base_model().head.weight[0, 1] += 1
+
+
 CHANGES = {
     "weights": lambda model: write(model, False),
+    "one weight": write_one,
     "through data": lambda model: write(model, True),
     "adapter": lambda model: model.set_adapter("1"),
     "disabled": lambda model: model.base_model.disable_adapter_layers(),
