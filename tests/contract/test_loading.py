@@ -203,6 +203,8 @@ def test_context_parallelism_is_refused(case):
     assert not model.supports_context_parallel
     with pytest.raises(ValueError, match="Context parallelism does not support attention layers of type"):
         accelerate.big_modeling._attach_context_parallel_hooks(model)
+    with pytest.raises(ValueError, match="Sequence parallelism does not support attention layers of type"):
+        accelerate.big_modeling._refuse_recurrent_layers_under_sequence_parallelism(model)
 
 
 @quick_family
