@@ -18,9 +18,8 @@ tokenizer has a chat template. Any model continues a text with `--complete`:
         --model src/subquad/hub/embedded/finch-abc
 
 RWKV World models end an answer with a blank line instead of a special token, which is why `--stop` is used above; the
-text that stops an answer is printed too. The server handles the requests for a model one after the other and reads
-each conversation from its beginning. Its `--continuous-batching` is ignored: it needs pages of keys and values, which
-a recurrent state does not have.
+text that stops an answer is printed too. The server answers several requests together, and continues a conversation
+from the state after its last answer.
 """
 
 from __future__ import annotations
