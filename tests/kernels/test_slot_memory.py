@@ -1,20 +1,14 @@
 """What is special about the slot memory."""
 
-import inspect
-
 import pytest
 import torch
 from kernel_cases import (
     DEVICE,
-    EACH,
     PLAIN,
     TRITON,
     assert_like_reference,
-    assert_results,
-    expected,
     relative_error,
     triton,
-    unspecialized,
 )
 from kernel_cases.slot_memory import OPERATOR, make
 
@@ -22,22 +16,6 @@ from subquad_kernels import slot_memory, slot_memory_state
 
 
 EVERY = pytest.mark.parametrize("backend", [*PLAIN, triton])
-
-
-@EACH
-@pytest.mark.parametrize("decay", ["routed", "window", "extreme"])
-def test_one_token_after_another(decay, backend):
-    """The decoding step, in place."""
-    sizes = {"length": 6, "slots": 4, "heads": 1, "decay": decay}
-    inputs = make(**sizes)
-    state, outs = inputs["initial_state"], []
-    with torch.no_grad():
-        for t in range(6):
-            token = {name: inputs[name][:, t : t + 1] for name in ("q", "k", "v", "log_f")}
-            out, after = slot_memory(**token, initial_state=state, inplace=True, backend=backend)
-            assert after is state
-            outs.append(out)
-    assert_results(OPERATOR, inputs, (torch.cat(outs, 1), state), expected(OPERATOR, sizes), 1e-5)
 
 
 @EVERY
@@ -120,42 +98,6 @@ def test_no_columns_are_shared_by_warps_that_are_too_narrow(slots, size, monkeyp
     out, state, logits = triton_kernels.slot_memory_triton(q, q, q, log_f, None, None)
     triton_kernels.slot_memory_triton_backward(out, state, logits, q, q, q, log_f, None, None)
     assert set(columns) < seen
-
-
-@TRITON
-@pytest.mark.parametrize("documents", [0, 3])
-def test_lengths_need_no_other_kernels(documents, monkeypatch):
-    """After a text of one segment and a longer one, nothing is compiled for other lengths."""
-    from subquad_kernels.slot_memory import triton_kernels as memory
-    from subquad_kernels.slot_routing import triton_kernels as routing
-
-    variants = set()
-
-    def note(kernel, grid, *arguments, **constants):
-        """What Triton would compile the kernel for."""
-        given = [
-            x.dtype if isinstance(x, torch.Tensor) else x and (x == 1, x % 16 == 0)
-            for name, x in zip(inspect.signature(kernel.fn).parameters, arguments, strict=False)
-            if name not in unspecialized(kernel)
-        ]
-        variants.add((kernel.fn.__name__, *given, *sorted(constants.items(), key=str)))
-
-    def run(length):
-        q, log_f = torch.empty(1, length, 2, 16, device="meta"), torch.empty(1, length, 2, 20, device="meta")
-        cu_seqlens = torch.empty(documents + 1, dtype=torch.int64, device="meta") if documents else None
-        out, state, logits = memory.slot_memory_triton(q, q, q, log_f, None, cu_seqlens)
-        memory.slot_memory_triton_backward(out, state, logits, q, q, q, log_f, None, cu_seqlens)
-        memory.slot_memory_triton_state(q, q, log_f, state, cu_seqlens)
-        inputs = log_f, log_f[..., 0], 5, None, "sigmoid", 1.0
-        routing.slot_routing_triton(*inputs)
-        routing.slot_routing_triton_backward(log_f, *inputs)
-        return len(variants)
-
-    for module in (memory, routing):
-        monkeypatch.setattr(module, "launch", note)
-    run(70)
-    known = run(3000)
-    assert {run(length) for length in (2, 16, 64, 100, 513, 1024, 4095, 65536)} == {known}
 
 
 def test_errors_of_the_state_alone():

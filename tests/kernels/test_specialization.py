@@ -1,4 +1,4 @@
-"""No kernel of Eagle, Finch and Goose is compiled again because a text is longer or shorter."""
+"""No kernel of Eagle, Finch, Goose and Raven is compiled again because a text is longer or shorter."""
 
 import inspect
 
@@ -45,6 +45,25 @@ def run_group_norm_gate(kernels, length):
     kernels.group_norm_gate_triton_backward(gate, *inputs)
 
 
+def run_slot_memory(kernels, length, documents=0):
+    q, log_f = empty(1, length, 2, 16), empty(1, length, 2, 20, dtype=torch.float32)
+    cu_seqlens = empty(documents + 1, dtype=torch.int64) if documents else None
+    out, state, logits = kernels.slot_memory_triton(q, q, q, log_f, None, cu_seqlens)
+    kernels.slot_memory_triton_backward(out, state, logits, q, q, q, log_f, None, cu_seqlens)
+    kernels.slot_memory_triton_state(q, q, log_f, state, cu_seqlens)
+
+
+def run_packed_slot_memory(kernels, length):
+    run_slot_memory(kernels, length, 3)
+
+
+def run_slot_routing(kernels, length):
+    logits = empty(1, length, 2, 20)
+    inputs = logits, logits[..., 0], 5, None, "sigmoid", 1.0
+    kernels.slot_routing_triton(*inputs)
+    kernels.slot_routing_triton_backward(logits, *inputs)
+
+
 def variant(kernel, grid, *arguments, **constants):
     """What Triton compiles a kernel for: constants, dtypes, and special values of the numbers."""
     function = getattr(kernel, "fn", kernel)
@@ -73,13 +92,16 @@ LENGTHS = range(1, 101), (1024, 1535, 2048, 4097, 10000)
         ("wkv", run_wkv),
         ("token_shift", run_token_shift),
         ("group_norm_gate", run_group_norm_gate),
+        ("slot_memory", run_slot_memory),
+        ("slot_memory", run_packed_slot_memory),
+        ("slot_routing", run_slot_routing),
     ],
 )
 def test_a_length_compiles_nothing(operator, run, lengths, monkeypatch):
     kernels = pytest.importorskip(f"subquad_kernels.{operator}.triton_kernels")
     variants = set()
     monkeypatch.setattr(kernels, "launch", lambda *given, **constants: variants.add(variant(*given, **constants)))
-    monkeypatch.setattr(kernels, "multiprocessors", lambda x: 132)
+    monkeypatch.setattr(kernels, "multiprocessors", lambda x: 132, raising=False)
     run(kernels, lengths[0])
     first = set(variants)
     for length in lengths:
