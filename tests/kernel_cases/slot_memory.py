@@ -154,7 +154,7 @@ OPERATOR = Operator(
     calls=("small", "one token", "documents (7, 0)"),
     dtype=lambda arguments: arguments["v"].dtype,
     written=initial_state,
-    in_place=("small", "one token", "routed, 17", "1024 slots"),
+    in_place=("small", "one token", "routed, 17", "1024 slots", "window, 1", "extreme, 1"),
     pieces=Pieces(
         {"q": 1, "k": 1, "v": 1, "log_f": 1}, lengths=((1, 1, 3), (3, 1, 30, 1), (64, 6)), sizes={"heads": 1}
     ),
