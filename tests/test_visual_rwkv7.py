@@ -4,19 +4,15 @@ import json
 
 import pytest
 import torch
-import transformers
 from cases import GREEDY, OF_TOWERS, TOLERANCE, VISUAL, padded
 from golden_files import read_golden
 from huggingface_hub.errors import StrictDataclassClassValidationError
-from peft import LoraConfig, get_peft_model
 from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 from visual_cases import tiny_visual_config, tiny_visual_model
 
-import subquad
 from subquad import VisualRwkvConfig, VisualRwkvProcessor
-from subquad.modeling.versions import minor_version
 from subquad_conversion import ConversionError, convert
 from subquad_conversion.visual_rwkv7 import FORMAT
 from subquad_tokenizers import RwkvWorldTokenizerFast
@@ -173,16 +169,6 @@ def test_a_conversation_with_features():
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_towers_of_another_dtype(dtype):
-    model, text = CASE.model(), CASE.text(2, 20)
-    with torch.no_grad():
-        expected = model(**text).logits
-        model.model.vit.to(dtype)
-        found = model(**text).logits
-    assert found.dtype == torch.float32 and 0 < (found - expected).norm() < 0.1 * expected.norm()
-
-
 # Files.
 
 
@@ -222,23 +208,6 @@ def test_the_attention_of_the_towers(implementation, tmp_path):
     kind = type(model.model.vit.sam.vision_encoder.layers[0].attn).__name__
     assert kind == ("SamVisionSdpaAttention" if implementation == "sdpa" else "SamVisionAttention")
     torch.testing.assert_close(model(**text).logits, expected, **TOLERANCE)
-
-
-# Training: towers stay frozen, and adapters are for the language model.
-
-
-# Before, DINOv2 had layers of the names that LoRA adapts by default.
-renamed = pytest.mark.skipif(minor_version(transformers.__version__) < (5, 18), reason="transformers before 5.18")
-
-
-@pytest.mark.parametrize("adapter", [pytest.param(LoraConfig(), marks=renamed), subquad.StateTuningConfig()])
-def test_adapters(adapter):
-    model, text = CASE.model(), CASE.text(1, 13)
-    adapted = get_peft_model(model, adapter)
-    names = adapted.base_model.targeted_module_names
-    assert names and all(name.startswith("model.rwkv.blocks.") for name in names)
-    adapted.train()(**text, labels=text["input_ids"]).loss.backward()
-    assert all(p.grad is not None for p in adapted.parameters() if p.requires_grad)
 
 
 # Wrong input is refused by name, before any work.
