@@ -201,12 +201,6 @@ def test_compiled_chunks(case, graphs):
         assert len(graphs) == 3
 
 
-@each_text_case
-def test_beam_search(case):
-    model, options = case.model(), {**prompts(case, 3, 4), **GREEDY, "max_new_tokens": 8, "num_beams": 3}
-    assert torch.equal(model.generate(**options, cache_implementation="static"), model.generate(**options))
-
-
 # The cache.
 
 
