@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import CLIP, IMAGE_ID, RWKV, TOWERS, tiny_config
+from cases import CLIP, IMAGE_ID, RWKV, TOWERS, made_once, tiny_config
 from transformers import CLIPImageProcessorPil, CLIPVisionConfig
 
 from subquad import VisualRwkvConfig, VisualRwkvForConditionalGeneration, VisualRwkvProcessor
@@ -21,6 +21,10 @@ def tiny_visual_config(generation, *, layers=4, text_fields=None, **fields):
 
 def tiny_visual_model(generation, seed=0, **fields):
     """A tiny model without zero or constant parameters, as [`cases.Case.model`] makes it."""
+    return made_once(_make, generation, seed, fields)
+
+
+def _make(generation, seed, fields):
     torch.manual_seed(seed)
     model = VisualRwkvForConditionalGeneration(tiny_visual_config(generation, **fields)).eval()
     with torch.no_grad():
