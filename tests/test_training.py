@@ -221,6 +221,7 @@ def rows_for(auto_class):
     return rows, (DataCollatorForTokenClassification if is_of_tokens else DataCollatorWithPadding)(tokenizer)
 
 
+@pytest.mark.quick_cases("rwkv6-*", "avey-b-*", "*ForCausalLM")
 @each_trained
 def test_heads(model_type, auto_class, tmp_path):
     """Parts of a batch weigh what they weigh in the batch; label smoothing; evaluation with its metrics."""

@@ -184,7 +184,7 @@ def test_chunked_prefill(case, side):
 
 
 @pytest.mark.fast
-@each_case_and_variant
+@each_case
 def test_static_cache_is_the_same_cache(case):
     torch.compiler.reset()  # compiled steps of other models, for which torch 2.11 would make this one's sizes symbols
     model, text = case.model(), case.text(2, 5)

@@ -331,24 +331,6 @@ def test_a_text_of_millions_of_tokens():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("fields", [{}, {"chunk_size": 1}, {"bos_token_id": None}])
-def test_crop_over_borders(fields):
-    model, ids = tiny_model("gecko", **ONE | fields), texts()
-    whole, cache, generator = model(ids).logits, model.new_cache(), torch.Generator().manual_seed(0)
-    cache.activate_past_recording()
-    at = 0
-    while at < 31:
-        ahead = min(31 - at, int(torch.randint(3, 16, (), generator=generator)))
-        logits, _ = read(model, ids[:, at : at + ahead], (1, ahead - 1), cache)
-        torch.testing.assert_close(logits, whole[:, at : at + ahead], **TOLERANCE)
-        removed = int(torch.randint(0, ahead, (), generator=generator))
-        cache.crop(-removed)
-        at += ahead - removed
-        assert cache.get_seq_length() == at
-        assert_same_states(cache, model(ids[:, :at]).cache)
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("begins", [[], [30, 64, 65, 127, 140]])
 def test_rings_that_grow(begins):
     model, ids = tiny_model("gecko", **LARGE), torch.cat((text(begins, 200), text([], 200, seed=1)))
