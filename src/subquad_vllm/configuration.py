@@ -121,3 +121,7 @@ class ServedConfig(MambaModelConfig):
                 "vLLM keeps keys and values of softmax attention only of heads that are."
             )
         super().verify_and_update_config(vllm_config)
+        if vllm_config.kv_transfer_config or vllm_config.cache_config.kv_offloading_size is not None:
+            from .offloading import complete_offloading  # much of vLLM, which other servers do not need
+
+            complete_offloading(vllm_config)
