@@ -87,7 +87,7 @@ def _directory_of_model(vllm_config: VllmConfig, directory: Any) -> str:
     model = vllm_config.model_config
     facts = (identify(model.model).digest, model.revision, model.quantization, model.hf_overrides)
     facts += (subquad.__version__, vllm.__version__)
-    return os.path.join(directory, hashlib.sha256(repr(facts).encode()).hexdigest()[:32])
+    return os.path.join(os.path.abspath(directory), hashlib.sha256(repr(facts).encode()).hexdigest()[:32])
 
 
 class StateOffloadingSpec(TieringOffloadingSpec):
@@ -164,7 +164,7 @@ class HostCopies(OffloadingWorker):
 
 class StateFiles(FileSystemTierManager):
     """
-    States as files. Those that were used longest ago are deleted, whichever model they belong to.
+    States as files. Those that were written or read longest ago are deleted, whichever model they belong to.
 
     Args:
         root_dir: directory of the model's files, in the directory of all files.
@@ -173,15 +173,16 @@ class StateFiles(FileSystemTierManager):
     """
 
     def __init__(self, *, root_dir: str, max_bytes: int, **options: Any):
-        super().__init__(root_dir=root_dir, n_read_threads=2, n_write_threads=2, **options)
-        if max_bytes < self.block_size_bytes:
-            size = self.block_size_bytes
+        size = options["offloading_spec"].kv_bytes_per_chunk
+        if max_bytes < size:
             raise ValueError(f"`directory_bytes` must be at least {size:,}, the size of one state, got {max_bytes:,}.")
+        super().__init__(root_dir=root_dir, n_read_threads=2, n_write_threads=2, **options)
         self.max_bytes, self.bytes = max_bytes, 0
         self.sizes: dict[str, int] = {}  # of every file; the file that was used last is at the end
         self.keys: dict[int, list] = {}
         found = []
-        for path in Path(root_dir).parent.rglob("*.bin"):
+        # Of every model, and nothing else that may be in the directory.
+        for path in Path(root_dir).parent.glob("[0-9a-f]" * 32 + "/*/???/??_g*/*.bin"):
             with suppress(OSError):  # another server may have deleted it
                 about = path.stat()
                 found.append((about.st_mtime_ns, str(path), about.st_size))

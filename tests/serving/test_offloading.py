@@ -17,9 +17,9 @@ import subquad
 BLOCK = 32
 
 
-def offloading(cpu_bytes=2**26, **options):
-    """Options of an engine that offloads states."""
-    extra = {"cpu_bytes_to_use": cpu_bytes, **options}
+def offloading(**extra):
+    """Options of an engine that offloads states to 64 MiB, or as much as is given."""
+    extra = {"cpu_bytes_to_use": 2**26, **extra}
     transfer = KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra)
     return {"enable_prefix_caching": True, "block_size": BLOCK, "kv_transfer_config": transfer}
 
@@ -48,7 +48,7 @@ class Conversations:
         return requests, answers, [output.num_cached_tokens for output in found], kept
 
 
-@pytest.mark.parametrize("name", ["rwkv6", "raven-window", "gecko"])
+@pytest.mark.parametrize("name", ["rwkv6", "raven-window", pytest.param("gecko", marks=pytest.mark.slow)])
 def test_more_conversations_than_slots(name, tmp_path):
     """The state that a turn left is there for the next one, although the pool has fewer slots."""
     model = model_directory(name, tmp_path)
@@ -63,13 +63,16 @@ def test_more_conversations_than_slots(name, tmp_path):
 def test_states_in_files(tmp_path):
     """Another engine goes on from them, and one with other weights does not. Their size is limited."""
     model, directory = model_directory("rwkv6", tmp_path), tmp_path / "states"
+    directory.mkdir()
+    other = directory / "other.bin"
+    other.write_bytes(bytes(2**17))
 
     def turn(limit=2**20):
         files = {"directory": str(directory), "directory_bytes": limit}
-        with engine(model, num_gpu_blocks_override=8, **offloading(2**18, **files)) as llm:
+        with engine(model, num_gpu_blocks_override=8, kv_offloading_size=2**-12, **offloading(**files)) as llm:
             requests, answers, cached, kept = conversations.turn(llm)
         assert answers == expected(model, requests)
-        assert sum(file.stat().st_size for file in directory.rglob("*.bin")) <= limit
+        assert sum(file.stat().st_size for file in directory.rglob("*.bin") if file != other) <= limit
         return cached, kept
 
     conversations = Conversations(8)
@@ -129,7 +132,7 @@ def test_hundreds_of_conversations(capsys):
     options = {"max_num_seqs": 32, "max_num_batched_tokens": 512, "num_gpu_blocks_override": 33}  # one is for padding
     pool = {"enable_prefix_caching": True, "block_size": BLOCK}
     answers, hits = {}, {}
-    for name, more in {"none": {}, "pool": pool, "offloading": offloading(2**28)}.items():
+    for name, more in {"none": {}, "pool": pool, "offloading": offloading(cpu_bytes_to_use=2**28)}.items():
         conversations, memory, seconds, turns = Conversations(500), [], time.process_time(), []
         with engine(model, **options, **more) as llm:
             for _ in range(3):
