@@ -505,12 +505,13 @@ def test_the_attention_of_the_tower(tmp_path):
             torch.testing.assert_close(loaded(**inputs).logits, expected_logits, **TOLERANCE)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @each(*VISUAL[1:])
-def test_a_tower_of_another_dtype(case):
+def test_a_tower_of_another_dtype(case, dtype):
     model, inputs = case.model(), case.text(2, 20)
     with torch.no_grad():
         expected = model(**inputs).logits
-        model.model.vit.to(torch.bfloat16)
+        model.model.vit.to(dtype)
         out = model(**inputs).logits
     assert out.dtype == torch.float32 and 0 < (out - expected).norm() < 0.1 * expected.norm()
 
