@@ -663,9 +663,17 @@ TRAINED = tuple(
 CASES = {case.name: case for case in (*BASE, *VISUAL, *VARIANTS, *READERS, *TRAINED)}
 
 
+# What is special about these is also special about other cases.
+SELDOM = ("visual-rwkv5", "raven-flash", "raven-full-flash", "gecko-no-rope", "gecko-chunk-3")
+
+
+def _param(case: Case, *values, id: str, marks=()):
+    return pytest.param(case, *values, id=id, marks=[*marks] + [pytest.mark.thorough] * (case.name in SELDOM))
+
+
 def each(*cases: Case):
     """Parametrises a test by the argument `case`."""
-    return pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in cases])
+    return pytest.mark.parametrize("case", [_param(case, id=case.name) for case in cases])
 
 
 def each_with(name: str, values, cases, few, others):
@@ -678,7 +686,7 @@ def each_with(name: str, values, cases, few, others):
     return pytest.mark.parametrize(
         ("case", name),
         [
-            pytest.param(case, *x.values, id=f"{case.name}-{x.id or x.values[0]}", marks=x.marks)
+            _param(case, *x.values, id=f"{case.name}-{x.id or x.values[0]}", marks=x.marks)
             for case, x in [*itertools.product(cases, known), *itertools.product(others, chosen)]
         ],
     )

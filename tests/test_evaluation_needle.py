@@ -115,9 +115,3 @@ def test_models_are_trained_once_and_repeat(run_task, monkeypatch, tmp_path):
     assert run("--fresh") == rows and trained[2:] == trained[:2] and weights() == first
     run("--architectures", "finch", "--seeds", "1")
     assert trained[4:] == ["finch"] and weights(1) != first == weights()
-
-
-def test_recipes_are_measured_where_an_architecture_has_them(run_task):
-    record = run_task("needle", "--architectures", "raven", "finch", "--recipes", "common", "sparse", "--steps", "1")
-    measured = [(row["architecture"], row["recipe"]) for row in record["rows"][::2]]
-    assert measured == [("raven", "common"), ("raven", "sparse"), ("finch", "common")]

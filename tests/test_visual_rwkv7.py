@@ -188,15 +188,6 @@ def test_saving_and_loading(converted, golden, tmp_path):
         assert one | {"dtype": None} == other | {"dtype": None}
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_tied_embeddings(tied, tmp_path):
-    model = tiny_visual_model("rwkv7", tie_word_embeddings=tied)
-    model.save_pretrained(tmp_path)
-    assert ("head.weight" in load_file(tmp_path / "model.safetensors")) != tied
-    loaded = load(tmp_path)
-    assert (loaded.head.weight is loaded.model.rwkv.emb.weight) == tied
-
-
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_the_attention_of_the_towers(implementation, tmp_path):
     text = CASE.text(1, 13)
