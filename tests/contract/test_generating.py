@@ -64,7 +64,7 @@ def test_sampling_follows_the_seed(case):
 BEAMS = [{"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 3}]
 
 
-@pytest.mark.quick_cases("*rwkv?-?", "avey-?", "raven-?", "gecko-?")
+@pytest.mark.quick_cases("rwkv?-?", "visual-rwkv6-0", "avey-?", "raven-?", "gecko-?")
 @each_with("options", BEAMS, GENERATING, BEAMS[:1], VARIANTS)
 def test_beam_search(case, options):
     model, text = case.model(), case.text(2, 5)
