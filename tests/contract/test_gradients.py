@@ -215,9 +215,7 @@ def test_gradient_checkpointing_and_caches(case):
     assert model.eval()(**text, cache=cache).cache.get_seq_length() == 16
 
 
-@pytest.mark.quick_cases(
-    "padded-eager-*", "padded-triton-rwkv7", "padded-triton-raven", "padded-triton-avey*", "packed-eager-rwkv6"
-)
+@pytest.mark.quick_cases("padded-eager-*", "padded-triton-raven", "padded-triton-avey-b", "packed-eager-rwkv6")
 @each_text_model_case
 @pytest.mark.parametrize("backend", ["eager", triton])
 @pytest.mark.parametrize("way", ["rows", "padded", "packed"])
