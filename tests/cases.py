@@ -663,17 +663,17 @@ TRAINED = tuple(
 CASES = {case.name: case for case in (*BASE, *VISUAL, *VARIANTS, *READERS, *TRAINED)}
 
 
-# What is special about these is also special about other cases.
-SELDOM = ("visual-rwkv5", "raven-flash", "raven-full-flash", "gecko-no-rope", "gecko-chunk-3")
-
-
-def _param(case: Case, *values, id: str, marks=()):
-    return pytest.param(case, *values, id=id, marks=[*marks] + [pytest.mark.thorough] * (case.name in SELDOM))
+# Where there are many cases, these are thorough: what is special about them is also special about others.
+SELDOM = ("visual-rwkv5", "raven-full", "raven-flash", "raven-full-flash", "gecko-no-rope", "gecko-chunk-3")
 
 
 def each(*cases: Case):
     """Parametrises a test by the argument `case`."""
-    return pytest.mark.parametrize("case", [_param(case, id=case.name) for case in cases])
+    seldom = SELDOM if len(cases) > 7 else ()
+    return pytest.mark.parametrize(
+        "case",
+        [pytest.param(x, id=x.name, marks=[pytest.mark.thorough] * (x.name in seldom)) for x in cases],
+    )
 
 
 def each_with(name: str, values, cases, few, others):
@@ -686,7 +686,12 @@ def each_with(name: str, values, cases, few, others):
     return pytest.mark.parametrize(
         ("case", name),
         [
-            _param(case, *x.values, id=f"{case.name}-{x.id or x.values[0]}", marks=x.marks)
+            pytest.param(
+                case,
+                *x.values,
+                id=f"{case.name}-{x.id or x.values[0]}",
+                marks=[*x.marks, *[pytest.mark.thorough] * (case.name in SELDOM)],
+            )
             for case, x in [*itertools.product(cases, known), *itertools.product(others, chosen)]
         ],
     )

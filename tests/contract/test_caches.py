@@ -10,7 +10,7 @@ from cases import (
     DEVICE,
     GENERATING,
     GREEDY,
-    RAVEN_FULL,
+    RAVEN_BOTH,
     READERS,
     TOLERANCE,
     TRAINED_GENERATING,
@@ -86,7 +86,7 @@ def test_crop(case, read):
 
 
 @pytest.mark.fast
-@each(*GENERATING, RAVEN_FULL)
+@each(*GENERATING, RAVEN_BOTH)
 @each_side
 def test_crop_of_padded_calls(case, side):
     model, second = case.model(), case.ids(2, 20)

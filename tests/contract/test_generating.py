@@ -49,6 +49,7 @@ def test_greedy_is_the_arg_max(case):
     assert out[:, 6:].T.tolist() == [x.argmax(-1).tolist() for x in logits]
 
 
+@quick_family
 @pytest.mark.fast
 @each_case
 def test_sampling_follows_the_seed(case):
@@ -75,7 +76,7 @@ def test_beam_search(case, options):
 @pytest.mark.quick_cases("rwkv7", "avey", "raven", "gecko", "visual-rwkv6")
 @each_case_and_variant
 def test_assisted_decoding(case):
-    model, text, options = case.model(), join(*[case.text(1, 6)] * 3), {"max_new_tokens": 16, **GREEDY}
+    model, text, options = case.model(), join(*[case.text(1, 6)] * 3), {"max_new_tokens": 10, **GREEDY}
     expected = model.generate(**text, **options)
     lookup = model.generate(**text, prompt_lookup_num_tokens=4, **options)
     padded_lookup = model.generate(**padded([text], "left", more=5), prompt_lookup_num_tokens=4, **options)
@@ -98,6 +99,7 @@ def test_early_exit(case):
     assert torch.equal(model.generate(**text, assistant_early_exit=2, **options), model.generate(**text, **options))
 
 
+@quick_family
 @each_case
 def test_sampling_with_an_assistant(case):
     model, text = case.model(), case.text(1, 6)
@@ -116,7 +118,10 @@ def until(row: torch.Tensor, token: int, start: int) -> torch.Tensor:
 
 
 @pytest.mark.fast
-@pytest.mark.quick_cases(*("rwkv?-dynamic", "avey-*", "raven-*c", "gecko-*c", "visual-rwkv6-dynamic"))
+@pytest.mark.quick_cases(
+    *("rwkv?-dynamic", "avey-*", "raven-dynamic", "raven-both-static"),
+    *("gecko-dynamic", "gecko-many-bos-static", "visual-rwkv6-dynamic"),
+)
 @pytest.mark.parametrize(
     "options", [{}, {"cache_implementation": "static", "max_cache_len": 32}], ids=["dynamic", "static"]
 )
