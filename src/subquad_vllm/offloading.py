@@ -95,9 +95,12 @@ class StateOffloadingSpec(TieringOffloadingSpec):
 
     def __init__(self, config: OffloadingConfig):
         super().__init__(config)
-        if self.num_chunks < 1:
-            size, given = self.kv_bytes_per_chunk, self.extra_config["cpu_bytes_to_use"]
-            raise ValueError(f"`cpu_bytes_to_use` must be at least {size:,}, the size of one state, got {given:,}.")
+        size = self.kv_bytes_per_chunk
+        given = [("cpu_bytes_to_use", int(self.extra_config["cpu_bytes_to_use"]))]
+        given += [("directory_bytes", tier["max_bytes"]) for tier in self.secondary_tier_configs]
+        for name, value in given:
+            if value < size:
+                raise ValueError(f"`{name}` must be at least {size:,}, the size of one state, got {value:,}.")
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if not current_platform.is_cpu():
@@ -173,9 +176,6 @@ class StateFiles(FileSystemTierManager):
     """
 
     def __init__(self, *, root_dir: str, max_bytes: int, **options: Any):
-        size = options["offloading_spec"].kv_bytes_per_chunk
-        if max_bytes < size:
-            raise ValueError(f"`directory_bytes` must be at least {size:,}, the size of one state, got {max_bytes:,}.")
         super().__init__(root_dir=root_dir, n_read_threads=2, n_write_threads=2, **options)
         self.max_bytes, self.bytes = max_bytes, 0
         self.sizes: dict[str, int] = {}  # of every file; the file that was used last is at the end

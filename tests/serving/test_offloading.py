@@ -8,7 +8,9 @@ import pytest
 import torch
 from engine import VOCABULARY, engine, expected, model_directory, outputs
 from transformers import AutoModelForCausalLM
+from vllm import LLM
 from vllm.config import KVTransferConfig
+from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import EngineArgs
 
 import subquad
@@ -110,6 +112,15 @@ def test_refused_options(name, options, others, tmp_path):
     args = EngineArgs(model=str(model), dtype="float32", enforce_eager=True, **offloading(**options) | others)
     with pytest.raises(ValueError, match=f"`{name}` must"):
         args.create_engine_config()
+
+
+@pytest.mark.parametrize("name", ["cpu_bytes_to_use", "directory_bytes"])
+def test_room_for_no_state(name, tmp_path):
+    """Only the engine knows the size of a state."""
+    options = offloading(**{"directory": str(tmp_path), name: 4096})
+    with pytest.raises(ValueError, match=f"`{name}` must be at least 69,632, the size of one state, got 4"):
+        LLM(model=str(subquad.embedded_model("finch-abc")), dtype="float32", enforce_eager=True, **options)
+    cleanup_dist_env_and_memory()
 
 
 @pytest.mark.slow
