@@ -3,10 +3,10 @@ Trains a small EmbeddingRWKV and its reranker to find a tune by one of its lines
 
     python examples/train_embedding_rwkv.py --output tunes
 
-Both start from goose-abc, which writes tunes. First the embedding model learns to find the tune of a line among the
-tunes of the batch. Then both are trained together: the reranker learns to tell the right tune from those that the
-embeddings confuse with it. (The authors freeze the embedding model then.) At last all tunes are read once into an
-index. The reranker learns slowly: with the default number of steps it is little better than chance.
+The embedding model starts from goose-abc, which writes tunes. It learns to find the tune of a line among the tunes of
+the batch. It also keeps on predicting bytes, those of a line after its tune: that is how it comes to compare the two.
+Then it is frozen, and the reranker learns from its states after pairs of a tune and a line. Pairs are read once and
+used for several steps. At last all tunes are read into an index.
 
 The lines of held-out tunes are looked for among all tunes, in their own key and in another one, in which hardly a note
 is the same. `tunes` then holds the two models and the index:
@@ -24,14 +24,17 @@ import os
 import random
 import re
 import shutil
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
-from time import perf_counter
 
 import numpy as np
 import torch
 from abc_corpus import FOLDERS, load_corpus, transpose
 from help_formatter import HelpFormatter
 from shared import require
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, normalize
 from tqdm import trange
 from transformers import AutoModelForCausalLM
 
@@ -55,13 +58,9 @@ from rank_bm25 import BM25Okapi  # noqa: E402
 START = "goose-abc"
 END = 128  # the id behind those of the byte tokenizer
 INSTRUCTION = "Find the tune"
-# Fields of the reranker's blocks that are the embedding model's.
-SIZES = (
-    *("num_hidden_layers", "intermediate_size"),
-    *("decay_low_rank_dim", "a_low_rank_dim", "v_low_rank_dim", "gate_low_rank_dim"),
-)
 SCALE = 20.0  # of cosines in the loss
 LONGEST = 200  # characters of a tune in training
+KEPT, STEPS_A_BATCH = 40, 5  # batches whose states are kept; steps of the reranker for each that is read
 RANKED = 20  # tunes that the reranker scores for a held-out line
 
 
@@ -70,12 +69,13 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--output", type=Path, required=True, help="directory for the models and the index; must not exist")
     add("--folders", nargs="+", default=list(FOLDERS), help="folders of music21's corpus")
-    add("--steps", type=int, default=60, help="training steps of the embedding model")
-    add("--reranker-steps", type=int, default=60, help="training steps of both together")
-    add("--batch-size", type=int, default=12, help="lines in a step")
-    add("--lr", type=float, default=1.5e-3, help="peak of the learning rate")
+    add("--steps", type=int, default=100, help="training steps of the embedding model")
+    add("--reranker-steps", type=int, default=250, help="training steps of the reranker")
+    add("--batch-size", type=int, default=10, help="tunes in a step, and lines, one of each")
+    add("--other-key", type=float, default=0.7, help="share of lines in another key")
+    add("--lr", type=float, default=1e-3, help="peak of the learning rate")
     add("--tunes", type=int, default=105, help="tunes in the index besides the held-out ones")
-    add("--lines", type=int, default=40, help="held-out lines to measure with")
+    add("--lines", type=int, default=60, help="held-out lines to measure with")
     add("--threads", type=int, default=os.cpu_count(), help="CPU threads")
     add("--seed", type=int, default=0, help="seed of weights, pairs and keys")
     arguments = parser.parse_args()
@@ -89,21 +89,31 @@ def music(tune: str) -> str:
     return tune.split("\n", 2)[2]
 
 
+def metre(tune: str) -> str:
+    return music(tune).split("\n")[0]
+
+
 def some_line(tune: str, generator: random.Random, other_key: bool) -> str:
     """A line of the tune's notes."""
     return generator.choice((transpose(tune, generator) if other_key else tune).strip().split("\n")[5:])
 
 
-def new_embedding_model() -> Rwkv7EmbeddingModel:
-    """The blocks of goose-abc, whose embeddings get a row for the token that ends texts, and new heads."""
+def new_models() -> tuple[Rwkv7EmbeddingModel, Rwkv7RerankerForSequenceClassification, torch.nn.Linear]:
+    """
+    An embedding model with the blocks of goose-abc, whose embeddings get a row for the token that ends texts; a
+    reranker with the same modules and a random reader of states; and the head with which goose-abc predicts bytes.
+    """
     goose = AutoModelForCausalLM.from_pretrained(subquad.embedded_model(START), dtype=torch.float32)
     fields = {name: value for name, value in goose.config.to_diff_dict().items() if name.endswith(("_dim", "_size"))}
     fields |= {"num_hidden_layers": goose.config.num_hidden_layers, "vocab_size": END + 1, "end_token_id": END}
-    model = Rwkv7EmbeddingModel(Rwkv7EmbeddingConfig(**fields, tasks=["retr"], instruction=INSTRUCTION))
+    fields |= {"tasks": ["retr"], "instruction": INSTRUCTION}
+    model = Rwkv7EmbeddingModel(Rwkv7EmbeddingConfig(**fields))
     blocks = goose.rwkv7.state_dict()
     blocks["emb.weight"] = torch.cat([blocks["emb.weight"], blocks["emb.weight"].mean(0, keepdim=True)])
     model.rwkv.load_state_dict(blocks)
-    return model
+    reranker = Rwkv7RerankerForSequenceClassification(Rwkv7RerankerConfig(**fields)).eval()
+    reranker.rwkv, reranker.head = model.rwkv, model.head
+    return model, reranker, goose.head
 
 
 def pad(texts: list[str], tokenizer: ByteTokenizer, end: bool = True) -> dict[str, torch.Tensor]:
@@ -133,68 +143,90 @@ def step_of(loss: torch.Tensor, optimizer, schedule) -> None:
     optimizer.zero_grad()
 
 
-def compare(model, tunes: list[str], lines: list[str], tokenizer: ByteTokenizer) -> tuple[torch.Tensor, torch.Tensor]:
-    """The cosines of lines and tunes, and the loss: each line must be nearer to its tune than to the others."""
-    found, answers = (
-        torch.nn.functional.normalize(model.embed(**pad(texts, tokenizer)).pooler_output, dim=-1)
-        for texts in ([model.query_text(line) for line in lines], [music(tune) for tune in tunes])
-    )
-    cosines = found @ answers.T
-    return cosines, torch.nn.functional.cross_entropy(SCALE * cosines, torch.arange(len(lines)))
+def draw(tunes: list[str], arguments: argparse.Namespace) -> Iterator[tuple[list[str], list[str]]]:
+    """Batches of tunes with the same metre, which are harder to tell apart, and of a line of each."""
+    generator, count = random.Random(arguments.seed), arguments.batch_size
+    short = sorted((tune for tune in tunes if len(tune) < LONGEST), key=metre)
+    groups = [group for _, each in groupby(short, metre) if len(group := list(each)) >= count]
+    if not groups:
+        raise SystemExit(f"--batch-size {count}: no metre has so many tunes of less than {LONGEST} characters")
+    while True:
+        batch = generator.sample(generator.choices(groups, [len(group) for group in groups])[0], count)
+        yield batch, [some_line(tune, generator, generator.random() < arguments.other_key) for tune in batch]
 
 
-def judge(model, tunes: list[str], lines: list[str], cosines: torch.Tensor, tokenizer: ByteTokenizer) -> torch.Tensor:
-    """The reranker's loss: each line with its tune, and with one of those that its embedding confuses with it."""
-    count = len(lines)
+def read_pairs(model, tunes: list[str], lines: list[str], repeats: int, tokenizer: ByteTokenizer):
+    """The model's output for each line after a tune, and the ids of the lines; each tune has `repeats` lines."""
     documents = pad([model.document_text(music(tune)) for tune in tunes], tokenizer, end=False)
     states = model.read(**documents, use_cache=True).cache
-    weights = (SCALE / 2 * cosines.detach()).fill_diagonal_(-torch.inf).softmax(1)
-    others = torch.multinomial(weights, 1)[:, 0]
-    states.batch_select_indices(torch.cat([torch.arange(count), others]))
-    queries = pad([model.query_after_document(line) for line in lines] * 2, tokenizer)
-    labels = torch.cat([torch.ones(count), torch.zeros(count)])
-    return model(**queries, cache=states, labels=labels).loss
+    states.batch_repeat_interleave(repeats)
+    queries = pad([model.query_after_document(line) for line in lines], tokenizer)
+    return model.read(**queries, cache=states, use_cache=True), queries["input_ids"]
 
 
-def train(model, tunes: list[str], arguments: argparse.Namespace, steps: int) -> None:
-    """Trains an embedding model, or a reranker together with its embedding model."""
-    generator, tokenizer = random.Random(arguments.seed), ByteTokenizer()
-    tunes = [tune for tune in tunes if len(tune) < LONGEST]
-    optimizer, schedule = make_optimizer(model.parameters(), arguments, steps)
+def compare(model, tunes: list[str], lines: list[str], tokenizer: ByteTokenizer) -> torch.Tensor:
+    """The loss of the embeddings: each line must be nearer to its tune than to the others."""
+    found, answers = (
+        normalize(model.embed(**pad(texts, tokenizer)).pooler_output, dim=-1)
+        for texts in ([model.query_text(line) for line in lines], [music(tune) for tune in tunes])
+    )
+    return cross_entropy(SCALE * found @ answers.T, torch.arange(len(lines)))
+
+
+def predict(
+    model, head: torch.nn.Linear, tunes: list[str], lines: list[str], tokenizer: ByteTokenizer
+) -> torch.Tensor:
+    """The loss of the bytes of each line, which are predicted after its tune."""
+    outputs, ids = read_pairs(model, tunes, lines, 1, tokenizer)
+    targets = ids[:, 1:].masked_fill((ids[:, 1:] == END) | (ids[:, 1:] == 0), -100)
+    return cross_entropy(head(outputs.last_hidden_state[:, :-1]).flatten(0, 1), targets.flatten())
+
+
+def train_embedding(model, head: torch.nn.Linear, tunes: list[str], arguments: argparse.Namespace) -> None:
+    tokenizer, batches = ByteTokenizer(), draw(tunes, arguments)
+    optimizer, schedule = make_optimizer([*model.parameters(), *head.parameters()], arguments, arguments.steps)
     model.train()
-    bar = trange(steps, unit="step", desc=type(model).__name__)
+    bar = trange(arguments.steps, unit="step", desc="embedding")
     for _ in bar:
-        batch = generator.sample(tunes, min(arguments.batch_size, len(tunes)))
-        lines = [some_line(tune, generator, other_key=generator.random() < 0.7) for tune in batch]
-        cosines, loss = compare(model, batch, lines, tokenizer)
-        text = f"loss {loss.item():.3f}"
-        if hasattr(model, "reranker"):
-            judged = judge(model, batch, lines, cosines, tokenizer)
-            loss, text = loss + judged, f"{text}, of the reranker {judged.item():.3f}"
-        step_of(loss, optimizer, schedule)
-        bar.set_postfix_str(text, refresh=False)
+        batch = next(batches)
+        nearest, bytes_ = compare(model, *batch, tokenizer), predict(model, head, *batch, tokenizer)
+        step_of(nearest + bytes_, optimizer, schedule)
+        bar.set_postfix_str(f"loss {nearest.item():.3f}, of bytes {bytes_.item():.3f}", refresh=False)
     model.eval()
 
 
-def new_reranker(embedder: Rwkv7EmbeddingModel) -> Rwkv7RerankerForSequenceClassification:
-    """A reranker behind the embedding model, whose blocks start as that model's, and its token as the end token."""
-    fields = embedder.config.to_diff_dict()
-    for name in ("model_type", "architectures", "dtype", "transformers_version", "id2label", "label2id"):
-        fields.pop(name, None)
-    own = {name: getattr(embedder.config, name) for name in SIZES}
-    reranker = Rwkv7RerankerForSequenceClassification(Rwkv7RerankerConfig(**fields, reranker_config=own))
-    weights = embedder.state_dict()
-    start = {name.replace("rwkv.", "reranker.", 1): x for name, x in weights.items() if name.startswith("rwkv.")}
-    start["reranker.emb.weight"] = start["reranker.emb.weight"][END:]
-    reranker.load_state_dict({**weights, **start}, strict=False)
-    return reranker
+def train_reranker(model, tunes: list[str], arguments: argparse.Namespace) -> None:
+    """For each line the score of its tune must be the highest of the batch, and the only positive one."""
+    generator, tokenizer, count = random.Random(arguments.seed), ByteTokenizer(), arguments.batch_size
+    batches, kept = draw(tunes, arguments), deque(maxlen=KEPT)
+    optimizer, schedule = make_optimizer([*model.reranker.parameters()], arguments, arguments.reranker_steps)
+    bar = trange(arguments.reranker_steps, unit="step", desc="reranker")
+    for step in bar:
+        if step % STEPS_A_BATCH == 0:
+            batch, lines = next(batches)
+            with torch.no_grad():
+                kept.append(read_pairs(model, batch, lines * count, count, tokenizer)[0].cache)
+        scores = model.score(generator.choice(kept)).view(count, count).T
+        loss = cross_entropy(scores, torch.arange(count)) + binary_cross_entropy_with_logits(scores, torch.eye(count))
+        step_of(loss, optimizer, schedule)
+        bar.set_postfix_str(f"loss {loss.item():.3f}", refresh=False)
 
 
-def recall(ranks: list[int]) -> str:
+def recall(scores: Iterable[np.ndarray], found: Iterable[list[str]], answers: list[str]) -> str:
     """Shares of lines whose tune is the first, or among the first ten; and the mean of 1 / rank, up to rank 10."""
+    ranks = [
+        (each >= each[names.index(answer)]).sum() if answer in names else np.inf
+        for each, names, answer in zip(scores, found, answers, strict=True)
+    ]
     ranks = np.array(ranks)
     reciprocal = np.where(ranks <= 10, 1 / ranks, 0).mean()
     return f"recall@1 {(ranks <= 1).mean():.1%}, recall@10 {(ranks <= 10).mean():.1%}, MRR@10 {reciprocal:.3f}"
+
+
+def order(scores: np.ndarray) -> np.ndarray:
+    """Which of two tunes has the higher score for a line, for all pairs: (lines, pairs) from (lines, tunes)."""
+    i, j = np.triu_indices(scores.shape[1], 1)
+    return scores[:, i] > scores[:, j]
 
 
 def words(text: str) -> list[str]:
@@ -214,46 +246,39 @@ def main() -> None:
         range(len(known), len(tunes)), min(arguments.lines, len(corpus.validation))
     )
 
-    model = new_embedding_model()
-    train(model, corpus.train, arguments, arguments.steps)
-    reranker = new_reranker(model)
-    train(reranker, corpus.train, arguments, arguments.reranker_steps)
-    model.load_state_dict({name: x for name, x in reranker.state_dict().items() if not name.startswith("reranker.")})
+    model, reranker, head = new_models()
+    train_embedding(model, head, corpus.train, arguments)
+    train_reranker(reranker, corpus.train, arguments)
     model.save_pretrained(output / "embedding")
     save_embedding_files(output / "embedding", ByteTokenizer(), model.config)
     reranker.save_pretrained(output / "reranker")
     save_reranker_files(output / "reranker", ByteTokenizer(), reranker.config)
 
     index = StateIndex.create(output / "index", output / "reranker")
-    start = perf_counter()
     index.add(documents, batch_size=16, progress=True)
-    print(f"{len(index)} tunes read in {perf_counter() - start:.0f} s, {index.nbytes / 1e6:.0f} MB")
-    narrow = {}
+    indexes = {"float32": index}
     for kind in ("float16", "int8"):
         index.save(output / f"index-{kind}", kind)
-        narrow[kind] = StateIndex.load(output / f"index-{kind}", output / "reranker")
+        indexes[kind] = StateIndex.load(output / f"index-{kind}", output / "reranker")
 
-    bm25 = BM25Okapi([words(text) for text in documents.values()])
+    bm25, answers = BM25Okapi([words(text) for text in documents.values()]), list(map(str, held_out))
     for other_key in (False, True):
         generator = random.Random(arguments.seed)
         lines = [some_line(tunes[number], generator, other_key) for number in held_out]
         print(f"{len(lines)} lines in {'another' if other_key else 'their own'} key, among {len(tunes)} tunes")
         scores = [bm25.get_scores(words(line)) for line in lines]
-        print(f"  BM25:      {recall([int((s >= s[n]).sum()) for s, n in zip(scores, held_out, strict=True)])}")
-        found = [[match.id for match in index.search(line, RANKED)] for line in lines]
-        print(f"  embedding: {recall([rank_of(str(n), names) for n, names in zip(held_out, found, strict=True)])}")
-        for kind, each in {"float32": index, **narrow}.items():
-            start, ranks = perf_counter(), []
-            for number, line in zip(held_out, lines, strict=True):
-                ranks.append(rank_of(str(number), [match.id for match in each.rank(line, RANKED, candidates=RANKED)]))
-            seconds = (perf_counter() - start) / len(lines)
-            print(f"  reranker, states in {kind}: {recall(ranks)}, {seconds:.2f} s a line")
+        print(f"  BM25: {recall(scores, [list(documents)] * len(lines), answers)}")
+        matches = [index.search(line, RANKED) for line in lines]
+        found = [[match.id for match in each] for each in matches]
+        scores = [np.array([match.score for match in each]) for each in matches]
+        print(f"  embedding: {recall(scores, found, answers)}")
+        scores = {}
+        for kind, each in indexes.items():
+            scores[kind] = np.array([each.score(line, names) for line, names in zip(lines, found, strict=True)])
+            same = (order(scores[kind]) == order(scores["float32"])).mean()
+            print(f"  reranker, {kind} states: {recall(scores[kind], found, answers)}, {same:.2%} of pairs in order")
     shutil.rmtree(output / "index-float16")
     shutil.rmtree(output / "index-int8")
-
-
-def rank_of(name: str, names: list[str]) -> int:
-    return names.index(name) + 1 if name in names else 10**6
 
 
 if __name__ == "__main__":
