@@ -69,7 +69,7 @@ def split(tune: str) -> tuple[str, str]:
 
 def main() -> None:
     arguments = parse_arguments()
-    require("accelerate", "music21", *(["peft"] if arguments.lora else []), extra="tools,train")
+    require("accelerate", "music21", *(["peft"] if arguments.lora else []), extra="train,peft")
     torch.set_num_threads(arguments.threads)
     set_seed(arguments.seed)
     train, held_out = ([split(tune) for tune in tunes] for tunes in load_corpus(tuple(arguments.folders))[:2])

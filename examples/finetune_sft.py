@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from subquad.training.optimizer import parameter_groups
 
 
-require("datasets", "trl", "accelerate", extra="tools,train")
+require("datasets", "trl", "accelerate", extra="train")
 
 from datasets import Dataset  # noqa: E402
 from trl import SFTConfig, SFTTrainer  # noqa: E402

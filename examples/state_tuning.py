@@ -1,7 +1,7 @@
 """
 Tunes the initial state of a recurrent model, or, for comparison, a prompt with as many numbers.
 
-    pip install "subquad[train]" peft
+    pip install "subquad[train,peft]"
     python examples/state_tuning.py --output spaced
     python examples/state_tuning.py --output spaced-prompt --method prompt
     python examples/state_tuning.py --output my-style --model my-model --text my.txt --steps 500
@@ -35,7 +35,7 @@ from transformers import (
 )
 
 
-require("peft", extra="tools,train")
+require("peft", "music21", extra="train,peft")
 
 from peft import PromptTuningConfig, get_peft_model  # noqa: E402
 

@@ -1,5 +1,6 @@
 """The examples: the corpus of tunes, its checker, and runs of a few steps."""
 
+import ast
 import importlib
 import json
 import random
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from abc_check import AbcError, find_fault, is_valid_tune
 from abc_corpus import Corpus, load_corpus, normalise, passages, transpose
+from packaging.requirements import Requirement
 
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -23,6 +25,24 @@ BODY = "D|GAG GAB|ded dBG|BAB AFD|EFE E2D|\nGAG GAB|ded dBG|BAB AFD|E3 G2:|\n"
 @pytest.fixture(scope="module")
 def corpus():
     return load_corpus(("airdsAirs", "miscFolk"))
+
+
+def test_examples_name_the_extras_that_have_their_packages():
+    tomllib = pytest.importorskip("tomllib")  # not in Python 3.10
+    extras = tomllib.loads((EXAMPLES.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    calls = 0
+    for path in EXAMPLES.rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not (isinstance(call, ast.Call) and getattr(call.func, "id", "") == "require"):
+                continue
+            named = call.keywords[0].value.value.split(",")
+            installed = {Requirement(line).name.replace("-", "_") for extra in named for line in extras[extra]}
+            wanted = {
+                node.value for each in call.args for node in ast.walk(each) if isinstance(node, ast.Constant)
+            } - {None}
+            assert wanted <= installed, (path, wanted - installed)
+            calls += 1
+    assert calls > 10
 
 
 def test_corpus_is_written_one_way(corpus):
