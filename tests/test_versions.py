@@ -270,6 +270,9 @@ def test_the_check_fails(newer, monkeypatch):
     for _ in range(2):  # not only the first time
         with pytest.raises(RuntimeError, match=r"transformers 5\.99\.1: newer than what was tested\. Tested with"):
             model.generate(ids, max_new_tokens=3, **GREEDY)
+    monkeypatch.setenv("SUBQUAD_SELF_CHECK", "no")
+    with pytest.raises(ValueError, match="SUBQUAD_SELF_CHECK must be 0 or 1, got 'no'"):
+        model.generate(ids, max_new_tokens=3, **GREEDY)
     monkeypatch.setenv("SUBQUAD_SELF_CHECK", "0")
     assert model.generate(ids, max_new_tokens=3, **GREEDY).shape == (1, 9)
     monkeypatch.delenv("SUBQUAD_SELF_CHECK")

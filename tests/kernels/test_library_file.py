@@ -183,6 +183,12 @@ def test_it_can_be_turned_off(fresh, monkeypatch):
     assert native.explain() == (None, "SUBQUAD_NATIVE=0")
 
 
+def test_a_wrong_setting_is_an_error(fresh, monkeypatch):
+    monkeypatch.setenv("SUBQUAD_NATIVE", "off")
+    with pytest.raises(ValueError, match="SUBQUAD_NATIVE must be 0 or 1, got 'off'"):
+        native.library()
+
+
 def test_no_compiler(fresh, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert native.library() is None and "there is no C compiler" in native.explain()[1]

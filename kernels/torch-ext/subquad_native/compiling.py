@@ -65,8 +65,11 @@ class CompiledLibrary(Generic[T]):
 
         Raises:
             Unavailable: if the library is not available.
+            ValueError: if `SUBQUAD_NATIVE` is neither 0 nor 1.
         """
-        if os.environ.get("SUBQUAD_NATIVE") == "0":
+        if (value := os.environ.get("SUBQUAD_NATIVE") or "1") not in ("0", "1"):
+            raise ValueError(f"SUBQUAD_NATIVE must be 0 or 1, got {value!r}.")
+        if value == "0":
             raise Unavailable("SUBQUAD_NATIVE=0")
         machine = platform.machine()
         if os.name != "posix" or machine not in ("x86_64", "aarch64", "arm64"):

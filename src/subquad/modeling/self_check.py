@@ -54,8 +54,11 @@ def check_once(model: GenerationMixin, device: torch.device | None = None) -> No
 
     Raises:
         RuntimeError: if `generate` with a cache differs from `generate` without one.
+        ValueError: if `SUBQUAD_SELF_CHECK` is neither 0 nor 1.
     """
-    if type(model) in _checked or model.training or os.environ.get(VARIABLE) == "0":
+    if (value := os.environ.get(VARIABLE) or "1") not in ("0", "1"):
+        raise ValueError(f"{VARIABLE} must be 0 or 1, got {value!r}.")
+    if type(model) in _checked or model.training or value == "0":
         return
     if newer := newer_than_tested():
         untested = f"{' and '.join(newer)}: newer than what was tested. {describe_tested()}"
