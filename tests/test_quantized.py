@@ -138,6 +138,8 @@ def test_excluded_layers(tmp_path):
     assert torch.equal(base(ids).last_hidden_state, model.rwkv(ids).last_hidden_state)
     with pytest.raises(ValueError, match="`modules_to_not_convert` must be a list of strings, got 'head'"):
         subquad.Int8Config("head")
+    with pytest.raises(ValueError, match=r"Rwkv6ForCausalLM has no layer 'heads'\. Did you mean `head`\?"):
+        load(source, tmp_path / "c", excluded=["heads"])
     with pytest.raises(ValueError, match="subquad_int8 has no field 'bits'"):
         subquad.Int8Config(bits=4)
 

@@ -46,7 +46,7 @@ class Int8Config(QuantizationConfigMixin):
             listed, both stay.
 
     Raises:
-        ValueError: if it is not a list of strings.
+        ValueError: if it is not a list of strings. `from_pretrained` raises it if the model has no such layer.
     """
 
     _method = METHODS["int8"]
@@ -276,12 +276,17 @@ class IntegerQuantizer(HfQuantizer):
     def _chosen(self, model: "PreTrainedModel", float_layers: set[str]) -> dict[str, nn.Module]:
         """The layers to convert, by their names: linear layers and embeddings of the body, and the head."""
         head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+        for excluded in () if self.pre_quantized else self.quantization_config.modules_to_not_convert:
+            if all(self._may_convert(model, name, [excluded]) for name, _ in model.named_modules()):
+                hint = nearest(excluded, {name.rpartition(".")[2] for name, _ in model.named_modules()} - {""})
+                raise ValueError(f"`modules_to_not_convert`: {type(model).__name__} has no layer {excluded!r}.{hint}")
         body = set(model.base_model.modules())
         chosen = {
             name: module
             for name, module in model.named_modules()
             if isinstance(module, nn.Linear | nn.Embedding) and (module in body or module is head)
-            if not float_layers & set(name.split(".")) and self._may_convert(model, name)
+            if not float_layers & set(name.split("."))
+            if self._may_convert(model, name, self.quantization_config.modules_to_not_convert)
         }
         tied = {name: module for name, module in model.named_modules() if module in (head, embeddings)}
         if model.all_tied_weights_keys and not tied.keys() <= chosen.keys():
@@ -290,9 +295,9 @@ class IntegerQuantizer(HfQuantizer):
             chosen = {name: module for name, module in chosen.items() if name not in tied}
         return chosen
 
-    def _may_convert(self, model: "PreTrainedModel", name: str) -> bool:
-        """Whether the user allows a layer to be converted. `name` may be from the model with or without a head."""
-        excluded, prefix = self.quantization_config.modules_to_not_convert, model.base_model_prefix + "."
+    def _may_convert(self, model: "PreTrainedModel", name: str, excluded: list[str]) -> bool:
+        """Whether a layer may be converted. `excluded` may be of the model with or without a head."""
+        prefix = model.base_model_prefix + "."
         names = (name, prefix + name) if model.base_model is model else (name, name.removeprefix(prefix))
         return all(should_convert_module(each, excluded) for each in names)
 
