@@ -37,7 +37,7 @@ import transformers
 from help_formatter import HelpFormatter
 from shared import require
 
-from subquad.hub.info import embedded_model, format_bytes
+from subquad.hub.info import embedded_models, format_bytes
 from subquad.states.session import Session
 from subquad_cli.answers import ChatFormat, character_streamer
 from subquad_cli.common import find_auto_class, find_model, load_reader, read_image, usable_device
@@ -287,7 +287,7 @@ def build_app(demo: Demo):
             ]
         state_line = gr.Markdown("Nothing has been read yet.", render=False)
         with gr.Tab("Text"):
-            start = TUNE if embedded_model(demo.name) else ""
+            start = TUNE if demo.name in embedded_models() else ""
             text = gr.Textbox(start, lines=16, label="Text", info="The model goes on where it ends.")
             with gr.Row():
                 go, stop = gr.Button("Continue", variant="primary"), gr.Button("Stop")

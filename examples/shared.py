@@ -4,7 +4,7 @@ import importlib.util
 import os
 import sys
 
-import subquad
+from subquad.hub.info import embedded_models
 
 
 def require(*packages: str, extra: str) -> None:
@@ -16,4 +16,4 @@ def require(*packages: str, extra: str) -> None:
 
 def model_directory(name: str) -> str:
     """A directory, or the directory of the embedded model of this name."""
-    return name if os.path.isdir(name) else str(subquad.embedded_model(name) or name)
+    return name if os.path.isdir(name) else str(embedded_models().get(name, name))

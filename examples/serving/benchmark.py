@@ -33,7 +33,7 @@ import transformers
 from clients import HEADER, Question, measure, server, vllm_command
 from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
-import subquad
+from subquad.hub.info import embedded_models
 from subquad.hub.new_files import replacing
 from subquad_tokenizers import ByteTokenizer
 
@@ -79,7 +79,7 @@ def parse_arguments() -> argparse.Namespace:
 def find_model(name: str, folder: str) -> str:
     """The directory of a model; models with random weights are made in a folder."""
     if name not in RANDOM:
-        return str(subquad.embedded_model(name) or name)
+        return str(embedded_models().get(name, name))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**RANDOM[name], vocab_size=512))
     model.save_pretrained(folder)

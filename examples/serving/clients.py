@@ -27,7 +27,7 @@ from typing import Any
 import httpx
 from openai import OpenAI
 
-import subquad
+from subquad.hub.info import embedded_models
 
 
 HEADER = "X:1\nT:The Finch\nM:6/8\nL:1/8\nK:D\n"
@@ -149,7 +149,7 @@ def draw(path: Path, clients: list[int], rates: list[float]) -> None:
 
 def main() -> None:
     arguments = parse_arguments()
-    command = vllm_command(str(subquad.embedded_model(arguments.model) or arguments.model), *arguments.options)
+    command = vllm_command(str(embedded_models().get(arguments.model, arguments.model)), *arguments.options)
     running = server(command) if arguments.url is None else contextlib.nullcontext((arguments.url, None))
     question = Question(arguments.prompt, arguments.max_tokens)
     with running as (url, _):

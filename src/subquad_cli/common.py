@@ -34,12 +34,12 @@ def find_model(name: str) -> Path | str:
     Raises:
         UsageError: if it cannot be any of these.
     """
-    from subquad.hub.info import embedded_model
+    from subquad.hub.info import embedded_models
     from subquad.hub.presets import PRESETS
 
     if os.path.isdir(name):
         return name
-    path = embedded_model(name)
+    path = embedded_models().get(name)
     if path is None:
         if name in PRESETS:
             raise UsageError(f"{name} is a preset, which is sizes without weights; --model needs a trained model.")
@@ -164,9 +164,9 @@ def check_new_file(option: str, file: str, force: bool) -> None:
 
 def find_directory(name: str) -> str:
     """`name`, or the directory of the embedded model of that name. The user's own directory comes first."""
-    from subquad.hub.info import embedded_model
+    from subquad.hub.info import embedded_models
 
-    return name if os.path.exists(name) else str(embedded_model(name) or name)
+    return name if os.path.exists(name) else str(embedded_models().get(name, name))
 
 
 def load_reader(auto_class: type, name: str, path: Path | str) -> Any:

@@ -103,7 +103,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> None:
-    from subquad.hub.info import embedded_model
+    from subquad.hub.info import embedded_models
 
     options = sampling_options(args)
     files = [file for file in (args.midi, args.score) if file is not None]
@@ -120,7 +120,7 @@ def run(args: Namespace) -> None:
         raise UsageError("--think and --no-think are options of --chat.")
     prompt = args.prompt
     if prompt is None and (chat or not args.state_in):
-        if embedded_model(args.model) is None or chat:
+        if chat or args.model not in embedded_models():
             raise UsageError("PROMPT is missing; give a text, or - to read it from standard input.")
         prompt = ABC_HEADER
     prompt = read_prompt(prompt or "")

@@ -103,3 +103,11 @@ def test_sizes_with_three_towers(text, parameters):
     pooling = w + 4 * (w * w + w) + 2 * w + 2 * w * mlp + mlp + w
     assert count(config, AutoModelForImageTextToText) + pooling - 2 * 1024 == parameters
     assert config.num_image_tokens == 1024 and describe(f"visual-{text}").parameters == parameters - pooling + 2048
+
+
+@pytest.mark.parametrize(
+    ("find", "kind"), [(subquad.embedded_model, "embedded model"), (subquad.preset_config, "preset")]
+)
+def test_an_unknown_name_is_an_error(find, kind):
+    with pytest.raises(ValueError, match=f"There is no {kind} 'finch'; the {kind}s are "):
+        find("finch")

@@ -85,18 +85,26 @@ class ModelInfo:
         return 2 * 2 * self.num_hidden_layers * self.hidden_size * tokens
 
 
-def embedded_model(name: str) -> Path | None:
-    """The directory of the embedded model of that name; None if there is none."""
-    return _embedded().get(name)
+def embedded_model(name: str) -> Path:
+    """
+    The directory of the embedded model of that name.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    if name not in (found := embedded_models()):
+        raise ValueError(f"There is no embedded model {name!r}; the embedded models are {', '.join(found)}.")
+    return found[name]
 
 
-def _embedded() -> dict[str, Path]:
+def embedded_models() -> dict[str, Path]:
+    """The directories of all embedded models, by their names."""
     return {path.parent.name: path.parent for path in sorted(EMBEDDED.glob("*/config.json"))}
 
 
 def known_names() -> dict[str, list[str]]:
     """Names that are not paths: the embedded models, and the presets, which have no weights."""
-    return {"embedded models": list(_embedded()), "presets": list(PRESETS)}
+    return {"embedded models": list(embedded_models()), "presets": list(PRESETS)}
 
 
 def describe_preset(name: str) -> ModelInfo:
@@ -119,7 +127,7 @@ def describe(name_or_path: str) -> ModelInfo:
     if not path.is_dir():
         if name_or_path in PRESETS:
             return ModelInfo(**json.loads(PRESET_NUMBERS.read_text(encoding="utf-8"))[name_or_path])
-        path = embedded_model(name_or_path) or path
+        path = embedded_models().get(name_or_path, path)
     if path.is_dir():
         return _describe_directory(name_or_path, path)
     if path.is_file():
@@ -128,7 +136,7 @@ def describe(name_or_path: str) -> ModelInfo:
         check_directory(path)
     raise UnknownModelError(
         f"{name_or_path!r} is not a preset ({', '.join(PRESETS)}), not an embedded model "
-        f"({', '.join(_embedded()) or 'there is none'}), not a directory and not a checkpoint file."
+        f"({', '.join(embedded_models()) or 'there is none'}), not a directory and not a checkpoint file."
     )
 
 
@@ -266,6 +274,7 @@ __all__ = [
     "describe",
     "describe_preset",
     "embedded_model",
+    "embedded_models",
     "format_bytes",
     "labelled",
     "make_info",
