@@ -295,8 +295,13 @@ def test_convert_arguments(arguments, directory, tmp_path, capsys):
 
 
 def test_convert_speaks_of_options(directory, tmp_path, capsys):
-    line = fails(capsys, 2, "convert", directory, tmp_path / "out", "--grid-size", 2)
-    assert line.endswith(f"{directory}: --grid-size does not apply to the model type rwkv6.")
+    for options, message in (
+        (["--grid-size", 2], f"{directory}: --grid-size does not apply to the model type rwkv6."),
+        (["--merge-tables"], f"{directory}: --merge-tables does not apply to the model type rwkv6."),
+        (["--lora-alpha", 2], f"--lora-alpha needs --base, the model that the adapter {directory} was trained on."),
+        (["--tokenizer", "no"], "--tokenizer must be auto, rwkv-world, bytes, none or a directory; got 'no'."),
+    ):
+        assert fails(capsys, 2, "convert", directory, tmp_path / "out", *options).endswith(message)
     (tmp_path / "config.json").write_text('{"model_type": "rwkv6", "head_size_divisor": "many"}')
     # A field of a file is not an option.
     line = fails(capsys, 1, "convert", directory, tmp_path / "out", "--config", tmp_path / "config.json")

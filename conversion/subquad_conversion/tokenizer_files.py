@@ -108,7 +108,9 @@ def choose_tokenizer(
     if choice != "auto":
         directory = Path(choice)
         if not directory.is_dir():
-            raise ConversionError(f"A tokenizer is auto, rwkv-world, bytes, none or a directory; got {str(choice)!r}.")
+            raise ConversionError(
+                f"`tokenizer` must be auto, rwkv-world, bytes, none or a directory; got {str(choice)!r}."
+            )
         check_links(directory)
         files = _files(directory)
         if not files:

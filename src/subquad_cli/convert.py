@@ -7,7 +7,7 @@ from subquad.hub.foreign_files import naming
 from subquad.quantization.methods import METHODS
 
 from .arguments import DTYPES, positive_int, size
-from .common import naming_options, signals_raise
+from .common import find_directory, naming_options, signals_raise
 
 
 SUMMARY = "make a model directory from a checkpoint"
@@ -44,7 +44,7 @@ examples:
 
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("source", metavar="SOURCE", help="checkpoint file or model directory")
+    add("source", metavar="SOURCE", help="checkpoint file, model directory or the name of an embedded model")
     add("dest", metavar="DEST", help="directory to make, which must be empty if it exists; or file to make, see --to")
     add(
         "--to",
@@ -145,15 +145,16 @@ def run(args: Namespace) -> None:
         "head_size_divisor",
         "vision_tower",
         "grid_size",
+        "merge_tables",
         "base",
         "lora_alpha",
         "pissa_init",
     )
     # Other names in the messages are fields of a configuration.
-    given = [name for name in names if getattr(args, name) is not None]
+    given = [name for name in names if getattr(args, name) is not None or name == "base"]
     with signals_raise(), naming_options(*given), naming(args.source):
         report = convert(
-            args.source,
+            find_directory(args.source),
             args.dest,
             to=args.to,
             gguf_type=args.gguf_type,
