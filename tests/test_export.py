@@ -219,7 +219,7 @@ def test_wrong_use():
             export_program(tiny_model(other, auto_class, num_hidden_layers=1), 1)
     with pytest.raises(ValueError, match="got Rwkv6Model"):
         initial_states(model.base_model)
-    with pytest.raises(ValueError, match="`length` must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="`length` must be a whole number of at least 1, got 0"):
         export_program(model, 0)
     with pytest.raises(ValueError, match="training mode"):
         export_program(model.train(), 1)

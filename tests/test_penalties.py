@@ -120,6 +120,7 @@ def test_refusals():
         ({"prompt_length": 2.0}, "`prompt_length` must be a whole number"),
         ({"prompt_length": 0, "presence": float("nan")}, "`presence` must be a finite number, got nan"),
         ({"prompt_length": 0, "frequency": float("inf")}, "`frequency` must be a finite number, got inf"),
+        ({"prompt_length": 0, "frequency": "0.3"}, "`frequency` must be a finite number, got '0.3'"),
         ({"prompt_length": 0, "decay": 1.5}, "`decay` must be from 0 to 1, got 1.5"),
     ):
         with pytest.raises(ValueError, match=message):

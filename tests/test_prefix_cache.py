@@ -206,8 +206,6 @@ def test_checkpoints():
             prefixes.read(model, ids.repeat(rows, 1))
             assert sorted(prefixes.known(ids[:n]) for n in range(1, 151) if prefixes.known(ids[:n]) == n) == stops
             assert prefixes.tokens_read == 150 and len(prefixes) == len(stops)
-    with pytest.raises(ValueError, match="`every` must be at least 1, got 0"):
-        PrefixCache(every=0)
 
 
 def test_texts_in_order():
@@ -420,6 +418,8 @@ def test_refusals():
     ):
         with pytest.raises(ValueError, match=message):
             model.generate(**options, prefix_cache=prefixes, **GREEDY)
+    with pytest.raises(ValueError, match=r"`prefix_cache` must be a PrefixCache, got \{\}"):
+        model.generate(ids, prefix_cache={}, **GREEDY)
     model.generation_config.prompt_lookup_num_tokens = 3
     with pytest.raises(ValueError, match="`prompt_lookup_num_tokens` cannot be given together"):
         model.generate(ids, prefix_cache=prefixes, **GREEDY)
@@ -436,8 +436,17 @@ def test_refusals():
         prefixes.read(model, ids, torch.ones(1, 4))
     with pytest.raises(RuntimeError, match="before all texts were read"):
         prefixes.begin(model, [FINCH.ids(9, seed=5)]).cache(9)
-    with pytest.raises(ValueError, match="`max_bytes` must be at least 1, got 0"):
-        PrefixCache(max_bytes=0)
+    for name, value in {
+        "max_bytes": 0,
+        "max_disk_bytes": "1GB",
+        "shortest": 2.5,
+        "every": True,
+        "max_entries": None,
+    }.items():
+        with pytest.raises(ValueError, match=f"`{name}` must be a whole number of at least 1, got {value!r}"):
+            PrefixCache(**{name: value})
+    with pytest.raises(ValueError, match="`after` must be a whole number of at least 0, got 'a'"):
+        PrefixCache(after=["a"])
 
 
 class _Prompt:

@@ -156,8 +156,14 @@ def test_states_that_cannot_be_joined():
     ):
         with pytest.raises(ValueError, match=message):
             join(wrong)
-    with pytest.raises(ValueError, match="`n` must be at least 1, got 0"):
-        cache.fork(0)
+    for call, message in (
+        (lambda: cache.fork(0), "`n` must be a whole number of at least 1, got 0"),
+        (lambda: cache.fork("2"), "`n` must be a whole number of at least 1, got '2'"),
+        (lambda: cache.to(dtype="bfloat16"), "`dtype` must be a torch.dtype, got 'bfloat16'"),
+        (lambda: cache.save("x.state", "finch"), "`model` must be what `subquad.identify` returns, got 'finch'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 # Files.

@@ -134,7 +134,7 @@ def test_errors(tmp_path):
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "weather", "arguments": {}}}]}
     with pytest.raises(Exception, match="not trained with tools; leave out `tool_calls`"):
         processor.apply_chat_template([question, call])
-    with pytest.raises(ValueError, match="`image_seq_length` must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="`image_seq_length` must be a whole number of at least 1, got 0"):
         make_processor(image_seq_length=0)
 
 

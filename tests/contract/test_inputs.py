@@ -70,6 +70,10 @@ def test_wrong_input(case):
             message = NO_EMBEDDINGS
         with pytest.raises(ValueError, match=message.replace("{}", str(case.vocabulary))):
             model(**inputs)
+    ids = torch.ones(1, 2, dtype=torch.long)
+    for fields in ({"input_ids": [[1, 2]]}, {"input_ids": ids, "attention_mask": "ones"}):
+        with pytest.raises(ValueError, match=rf"`{list(fields)[-1]}` must be a tensor, got (\[\[1, 2\]\]|'ones')\."):
+            model(**fields)
 
 
 @pytest.mark.fast
@@ -78,7 +82,11 @@ def test_wrong_input(case):
     [
         pytest.param(case, fields, message, id=f"{case.name}-{next(iter(fields))}-{next(iter(fields.values()))}")
         for case in (*BASE, *VISUAL)
-        for fields, message in (({"vocab_size": 0}, "`vocab_size` must be at least 1, got 0"), *case.wrong)
+        for fields, message in (
+            ({"vocab_size": 0}, "`vocab_size` must be at least 1, got 0"),
+            ({"num_labels": -1}, "`num_labels` must be (at least )?1"),
+            *case.wrong,
+        )
     ],
 )
 def test_wrong_configuration(case, fields, message):

@@ -269,7 +269,7 @@ def test_room():
         model.generate(ids[:, :21], cache=cache, max_new_tokens=5, **GREEDY)
     assert model.generate(ids[:, :21], cache=cache, max_new_tokens=4, **GREEDY).shape == (2, 25)
 
-    with pytest.raises(ValueError, match="`max_cache_len` must be at least 1, got -5"):
+    with pytest.raises(ValueError, match="`max_cache_len` must be a whole number of at least 1, got -5"):
         model.new_cache(static=True, max_cache_len=-5)
     # `generate` makes room in a cache that was given none.
     cache = model.new_cache(static=True)

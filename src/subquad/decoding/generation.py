@@ -14,8 +14,9 @@ from transformers.generation import (
 )
 from transformers.utils import ModelOutput
 
-from ..modeling.arguments import parameter_names, refuse_unknown, with_own_names
+from ..modeling.arguments import check_tensor_types, parameter_names, refuse_unknown, with_own_names
 from ..modeling.cache import RecurrentCache, accept_cache
+from ..modeling.padding import find_mask
 from ..modeling.self_check import check_once
 from ..modeling.versions import CACHE_NAME, CACHE_NAMES, CHUNKS_FROM_THE_BEGINNING, cache_of, named_cache
 
@@ -56,6 +57,11 @@ class RecurrentGenerationMixin(StepByStepMixin):
         kwargs = with_own_names(kwargs)
         if kwargs.get("cache") is not None:
             kwargs["cache"] = accept_cache(kwargs["cache"], self.cache_class)
+        if (ids := _given_ids(args, kwargs)) is not None:
+            check_tensor_types({**kwargs, "input_ids": ids})
+            if ids.dim() != 2:
+                raise ValueError(f"`input_ids` must be (batch, length), got {tuple(ids.shape)}.")
+            find_mask(kwargs.get("attention_mask"), *ids.shape, ids.device)
         _check_learned_prompt(self, kwargs)
         # package only
         if (prefix_cache := self._prefix_cache_for(args, kwargs)) is not None:
@@ -74,6 +80,8 @@ class RecurrentGenerationMixin(StepByStepMixin):
         given = kwargs.pop("prefix_cache", None)
         if given is None and (self.make_prefix_cache is None or _has_learned_prompt(self)):
             return None
+        if given is not None and not hasattr(given, "begin"):
+            raise ValueError(f"`prefix_cache` must be a PrefixCache, got {given!r:.80}.")
         refusal = _why_not_behind(args, kwargs, self.generation_config)
         if given is not None and refusal is not None:
             raise ValueError(refusal)

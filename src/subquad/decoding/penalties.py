@@ -1,9 +1,12 @@
 """RWKV's sampling: penalties for tokens that were generated before, which decay."""
 
 import math
+from numbers import Real
 
 import torch
 from transformers import LogitsProcessor
+
+from ..modeling.arguments import check_counts
 
 
 class DecayingPenaltyLogitsProcessor(LogitsProcessor):
@@ -31,10 +34,9 @@ class DecayingPenaltyLogitsProcessor(LogitsProcessor):
     """
 
     def __init__(self, prompt_length: int, presence: float = 0.3, frequency: float = 0.3, decay: float = 0.996):
-        if not isinstance(prompt_length, int) or prompt_length < 0:
-            raise ValueError(f"`prompt_length` must be a whole number of at least 0, got {prompt_length!r}.")
-        for name, value in {"presence": presence, "frequency": frequency}.items():
-            if not math.isfinite(value):
+        check_counts(0, prompt_length=prompt_length)
+        for name, value in {"presence": presence, "frequency": frequency, "decay": decay}.items():
+            if not isinstance(value, Real) or not math.isfinite(value):
                 raise ValueError(f"`{name}` must be a finite number, got {value!r}.")
         if not 0 <= decay <= 1:
             raise ValueError(f"`decay` must be from 0 to 1, got {decay!r}.")

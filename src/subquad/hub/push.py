@@ -101,6 +101,8 @@ def save_model(
     from ..modeling.arguments import PUSH_ARGUMENTS
     from .export import add_model_code, check_portable
 
+    if os.path.isfile(save_directory):  # transformers would log this, and save nothing
+        raise NotADirectoryError(f"`save_directory` must be a directory, and {save_directory} is a file.")
     if self_contained:
         check_portable(model.config, "the model")
     hub = {name: kwargs.pop(name) for name in PUSH_ARGUMENTS if name in kwargs}

@@ -1,18 +1,21 @@
-"""Errors for arguments that nothing reads, in a forward pass and elsewhere, and one name for arguments with two."""
+"""Errors for arguments that nothing reads or that have a wrong type, and one name for arguments with two."""
 
 import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable
+from numbers import Integral
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from .versions import CACHE_NAMES
 
 
 # Other names of arguments, and ours. transformers' collators use the other names for document boundaries.
 ALIASES = {CACHE_NAMES[1]: CACHE_NAMES[0], "cu_seq_lens_q": "cu_seqlens"}
+# Arguments of a forward pass that are tensors.
+TENSORS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cu_seqlens", "labels", "shift_labels")
 # Arguments that mark packed documents.
 MARKERS = ("cu_seqlens", "position_ids")
 # Redundant arguments of transformers' collators, and their users.
@@ -94,6 +97,26 @@ def refuse_unknown(arguments: dict[str, Any], known: Iterable[str], of: str) -> 
             raise UnknownArgument(f"{of} got an unexpected keyword argument `{name}`.{nearest(name, known)}")
 
 
+def check_tensor_types(arguments: dict[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: if one of [`TENSORS`] is given that is none.
+    """
+    for name in TENSORS:
+        if (value := arguments.get(name)) is not None and not isinstance(value, Tensor):
+            raise ValueError(f"`{name}` must be a tensor, got {value!r:.80}.")
+
+
+def check_counts(least: int = 1, /, **numbers: Any) -> None:
+    """
+    Raises:
+        ValueError: if a number is not whole, or less than `least`.
+    """
+    for name, number in numbers.items():
+        if not isinstance(number, Integral) or isinstance(number, bool) or number < least:
+            raise ValueError(f"`{name}` must be a whole number of at least {least}, got {number!r}.")
+
+
 @functools.cache
 def parameter_names(*functions: Callable) -> frozenset[str]:
     """The parameter names of all the functions."""
@@ -127,8 +150,8 @@ def _check_attentions(model: nn.Module) -> None:
 
 def checks_arguments(forward: Callable) -> Callable:
     """
-    Decorates the `forward` of a model or of a mixin for models. Arguments may have their other names, and an argument
-    that nothing reads is an error, raised before any work.
+    Decorates the `forward` of a model or of a mixin for models. Arguments may have their other names. An argument that
+    nothing reads, or that must be a tensor and is none, is an error, raised before any work.
     """
     signature = inspect.signature(forward)
     positional = [*signature.parameters][1:]
@@ -137,6 +160,7 @@ def checks_arguments(forward: Callable) -> Callable:
     def wrapper(self, *args, **kwargs):
         kwargs = with_own_names(kwargs)
         refuse_unknown(kwargs, self.known_arguments, f"{type(self).__name__}.forward()")
+        check_tensor_types({**dict(zip(positional, args, strict=False)), **kwargs})
         if kwargs.get("output_attentions") or self.config.output_attentions:
             _check_attentions(self)
         repeated = [name for name in REPEATED if kwargs.get(name) is not None]

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
+from .arguments import check_counts
 from .layer_state import LayerState, LinearAttentionState, static_copy
 from .padding import Tokens, read_values, should_check
 from .state_file import ModelIdentity, check_owner, describe_owner, read_state_file, write_state_file
@@ -367,10 +368,9 @@ class RecurrentCache(Cache):
         `n` independent copies, each of which continues the text on its own, as this cache would.
 
         Raises:
-            ValueError: if `n` is not positive.
+            ValueError: if `n` is not a whole number, or not positive.
         """
-        if n < 1:
-            raise ValueError(f"`n` must be at least 1, got {n}.")
+        check_counts(n=n)
         return [self.clone() for _ in range(n)]
 
     @classmethod
@@ -484,9 +484,11 @@ class RecurrentCache(Cache):
             dtype: the dtype of the model that continues. States that are float32 in every model keep at least that.
 
         Raises:
-            ValueError: if `dtype` is given while the past is recorded.
+            ValueError: if `dtype` is given while the past is recorded, or is none.
         """
         if dtype is not None:
+            if not isinstance(dtype, torch.dtype):
+                raise ValueError(f"`dtype` must be a torch.dtype, got {dtype!r}.")
             if any(layer.records for layer in self.all_layers):
                 raise ValueError("`dtype` cannot change while the past is recorded; `crop(0)` drops the record.")
             for layer in self.all_layers:

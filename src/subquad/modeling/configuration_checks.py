@@ -227,6 +227,8 @@ def check_configuration(config: PreTrainedConfig, sizes: Iterable[str], positive
             raise ValueError(f"`{name}` must be at least 1, got {value}.")
         if value > most:
             raise ValueError(f"`{name}` must be at most {most}, got {value}.")
+    if config.num_labels < 1:
+        raise ValueError(f"`num_labels` must be at least 1, got {config.num_labels}.")
     for name in positive:
         if not 0 < getattr(config, name) < math.inf:
             raise ValueError(f"`{name}` must be above 0 and finite, got {getattr(config, name)}.")

@@ -7,6 +7,7 @@ from transformers import PreTrainedConfig
 
 from subquad_kernels.tracing import can_read_values
 
+from .arguments import check_counts
 from .counting_cache import CountingCache
 from .layer_state import LayerState
 from .padding import expand_to
@@ -35,8 +36,8 @@ class GrowingCache(CountingCache):
 
     def __init__(self, config: PreTrainedConfig, static: bool = False, max_cache_len: int | None = None):
         super().__init__(config, static)
-        if max_cache_len is not None and max_cache_len < 1:
-            raise ValueError(f"`max_cache_len` must be at least 1, got {max_cache_len}.")
+        if max_cache_len is not None:
+            check_counts(max_cache_len=max_cache_len)
         self._limit = max_cache_len and self._whole_units(max_cache_len)
 
     def _grown(self) -> list[tuple[LayerState, str, int]]:

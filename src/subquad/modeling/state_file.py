@@ -151,7 +151,14 @@ def check_owner(path: str | os.PathLike, about: dict[str, Any], model: ModelIden
 
 
 def describe_owner(model: ModelIdentity | None) -> dict[str, str] | None:
-    """A model's identity as [`check_owner`] reads it."""
+    """
+    A model's identity as [`check_owner`] reads it.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    if not isinstance(model, ModelIdentity | None):
+        raise ValueError(f"`model` must be what `subquad.identify` returns, got {model!r:.80}.")
     return None if model is None else asdict(model)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from transformers.utils import logging
 
+from ..modeling.arguments import check_counts
 from ..modeling.cache import RecurrentCache
 from ..modeling.state_file import ModelIdentity
 from .fingerprint import Fingerprint, digest_of
@@ -89,14 +90,15 @@ class PrefixCache:
         max_entries: int = 4096,
         dtype: str | None = None,
     ):
-        numbers = {"max_bytes": max_bytes, "max_disk_bytes": max_disk_bytes, "shortest": shortest}
-        for name, number in (numbers | {"every": every, "max_entries": max_entries}).items():
-            if number is not None and number < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {number}.")
+        check_counts(max_bytes=max_bytes, max_disk_bytes=max_disk_bytes, shortest=shortest, max_entries=max_entries)
+        if every is not None:
+            check_counts(every=every)
         if dtype not in (None, *DTYPES):
             raise ValueError(f"`dtype` must be None or one of {', '.join(DTYPES)}, got {dtype!r}.")
         self.max_bytes, self.max_entries, self.dtype = max_bytes, max_entries, dtype
         self.shortest, self.every, self.after = shortest, every, tuple(after)
+        for token in self.after:
+            check_counts(0, after=token)
         self.directory = None if directory is None else StateDirectory(directory, max_disk_bytes, max_entries)
         self.tokens_asked = self.tokens_read = self.version = 0
         # All that follows is read and written under this lock. States are copied, read and written without it.

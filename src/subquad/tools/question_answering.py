@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset
 from transformers.pipelines.base import ChunkPipeline
 
-from ..modeling.arguments import parameter_names, refuse_unknown
+from ..modeling.arguments import check_counts, parameter_names, refuse_unknown
 from ..models import REGISTRY
 
 
@@ -192,8 +192,8 @@ class QuestionAnsweringPipeline(ChunkPipeline):
         choosing = {"top_k": top_k, "max_answer_len": max_answer_len}
         for name, value in (cutting | choosing).items():
             least = 0 if name == "doc_stride" else 1
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                raise ValueError(f"`{name}` must be a whole number of at least {least}, got {value!r}.")
+            if value is not None:
+                check_counts(least, **{name: value})
         if max_seq_len is not None and self.position_limit is not None and max_seq_len > self.position_limit:
             raise ValueError(f"`max_seq_len` is {max_seq_len}, the model has {self.position_limit} positions.")
         if padding not in (None, False, True, "do_not_pad", "longest", "max_length"):

@@ -21,6 +21,7 @@ from torch._library.custom_ops import OPDEFS
 from torch.export import ExportedProgram
 from transformers import PreTrainedModel
 
+from ..modeling.arguments import check_counts
 from ..modeling.cache import PADDING
 from ..modeling.heads import CausalLMHead
 
@@ -61,7 +62,8 @@ def initial_states(
             otherwise.
 
     Raises:
-        ValueError: if the model is not a causal language model, or `max_cache_len` is needed and missing.
+        ValueError: if the model is not a causal language model, a size is no count, or `max_cache_len` is needed and
+            missing.
     """
     if not isinstance(model, CausalLMHead):
         raise ValueError(
@@ -69,6 +71,7 @@ def initial_states(
             "with adapters give `model.get_base_model()`, which contains them. A model without a state is exported by "
             "`torch.export.export(model, (), {'input_ids': ..., 'attention_mask': ...})`."
         )
+    check_counts(batch_size=batch_size)
     cache = model.new_cache(static=True, max_cache_len=max_cache_len)
     if max_cache_len is None and getattr(cache, "growing", None):
         raise ValueError(f"`max_cache_len` must be given: the cache of {type(model).__name__} grows with the text.")
@@ -98,8 +101,8 @@ def export_program(
     Raises:
         ValueError: if an argument is not valid, or the model is in training mode.
     """
-    if length is not None and length < 1:
-        raise ValueError(f"`length` must be at least 1, got {length}.")
+    if length is not None:
+        check_counts(length=length)
     states = initial_states(model, batch_size, max_cache_len)
     if model.training:
         raise ValueError("`model` is in training mode; call `model.eval()` before it is exported.")

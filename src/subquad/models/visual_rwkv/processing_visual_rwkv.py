@@ -7,7 +7,7 @@ from PIL import Image, ImageOps
 from transformers.image_utils import make_flat_list_of_images
 
 from ...hub.processing import SavedProcessor
-from ...modeling.arguments import parameter_names, refuse_unknown
+from ...modeling.arguments import check_counts, parameter_names, refuse_unknown
 
 
 # A blank line ends a turn, so a message of the user must have none. The assistant's blank lines stay as they are,
@@ -115,8 +115,7 @@ class VisualRwkvProcessor(SavedProcessor):
         **kwargs,
     ):
         refuse_unknown(kwargs, parameter_names(type(self).__init__), f"{type(self).__name__}()")
-        if image_seq_length < 1:
-            raise ValueError(f"`image_seq_length` must be at least 1, got {image_seq_length}.")
+        check_counts(image_seq_length=image_seq_length)
         self.image_seq_length = image_seq_length
         self.image_token = image_token
         self.other_images = other_images or {}
