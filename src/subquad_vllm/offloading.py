@@ -2,15 +2,19 @@
 Prefix states leave the pool for host memory and for files, and come back.
 
 vLLM's `OffloadingConnector` decides which states are stored, loaded and dropped. Two things that it lacks are here:
-copies on a CPU, because its own need a GPU, and files that belong to the weights of a model and have a limit of bytes.
+copies on a CPU, because its own need a GPU, and files with checksums that belong to the weights of a model and have a
+limit of bytes.
 """
 
 import hashlib
 import os
+import secrets
 import tempfile
 import time
+import zlib
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,8 @@ from subquad.states.identity import identify
 
 # Bytes of the files in a directory, without `directory_bytes`.
 DEFAULT_DIRECTORY_BYTES = 10 * 2**30
+# A file has a CRC-32 after the state.
+CHECKSUM_BYTES = 4
 OPTIONS = ("cpu_bytes_to_use", "directory", "directory_bytes", "eviction_policy", "offload_prompt_only")
 
 
@@ -191,12 +197,32 @@ class StateFiles(FileSystemTierManager):
         self._make_room()
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        self.keys[job_metadata.job_id] = list(job_metadata.keys)
-        super().submit_store(job_metadata)
+        self._pool.enqueue_store(job_metadata.job_id, 1, [partial(_write, self._begin(job_metadata))])
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        self.keys[job_metadata.job_id] = list(job_metadata.keys)
-        super().submit_load(job_metadata)
+        job_id, states = job_metadata.job_id, self._begin(job_metadata)
+        self._load_job_keys[job_id] = self.keys[job_id]
+        self._pool.enqueue_load(job_id, 1, [partial(self._read, job_id, states)])
+
+    def _begin(self, job: TransferJob) -> list[tuple[Path, memoryview]]:
+        """The files of a job, and their places in the host memory."""
+        self.keys[job.job_id] = keys = list(job.keys)
+        self._job_block_counts[job.job_id] = len(keys)
+        memory, size = self._primary_kv_view.cast("B"), self.block_size_bytes
+        places = [memory[int(chunk) * size : (int(chunk) + 1) * size] for chunk in job.chunk_ids]
+        return list(zip(map(Path, map(self.file_mapper.get_file_name, keys)), places, strict=True))
+
+    def _read(self, job_id: int, states: list[tuple[Path, memoryview]]) -> None:
+        for number, (path, state) in enumerate(states):
+            try:
+                with open(path, "rb") as file:
+                    size, checksum = file.readinto(state), file.read()
+                if size != len(state) or checksum != _checksum(state):
+                    path.unlink(missing_ok=True)
+                    raise OSError(f"{path} is damaged, and was deleted.")
+            except OSError:
+                self._load_progress[job_id] = number  # vLLM reads the tokens of the others
+                raise
 
     def get_finished_jobs(self) -> list[JobResult]:
         results = list(super().get_finished_jobs())
@@ -206,7 +232,7 @@ class StateFiles(FileSystemTierManager):
                     path = self.file_mapper.get_file_name(key)
                     with suppress(OSError):  # another server may have deleted it
                         os.utime(path)
-                    self._use(path, self.block_size_bytes)
+                    self._use(path, self.block_size_bytes + CHECKSUM_BYTES)
         self._make_room()
         return results
 
@@ -220,3 +246,22 @@ class StateFiles(FileSystemTierManager):
             self.bytes -= self.sizes.pop(path)
             with suppress(OSError):
                 os.unlink(path)
+
+
+def _write(states: list[tuple[Path, memoryview]]) -> None:
+    for path, state in states:
+        if path.exists():
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{secrets.token_hex(8)}.tmp")
+        try:
+            with open(temporary, "xb") as file:
+                file.write(state)
+                file.write(_checksum(state))
+            temporary.rename(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def _checksum(state: memoryview) -> bytes:
+    return zlib.crc32(state).to_bytes(CHECKSUM_BYTES, "big")

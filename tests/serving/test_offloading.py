@@ -63,7 +63,10 @@ def test_more_conversations_than_slots(name, tmp_path):
 
 
 def test_states_in_files(tmp_path):
-    """Another engine goes on from them, and one with other weights does not. Their size is limited."""
+    """
+    Another engine goes on from them, but not from damaged ones, and one with other weights does not. Their size is
+    limited.
+    """
     model, directory = model_directory("rwkv6", tmp_path), tmp_path / "states"
     directory.mkdir()
     other = directory / "other.bin"
@@ -81,7 +84,14 @@ def test_states_in_files(tmp_path):
     turn()
     cached, kept = turn()
     assert cached == kept
-    cached, kept = turn(2**16)  # four states
+    files = {file: file.read_bytes() for file in directory.rglob("*.bin") if file != other}
+    for file, content in files.items():
+        file.write_bytes(bytes((content[0] ^ 1,)) + content[1:])
+    cached, _ = turn()
+    assert sum(cached) == 0 and all(
+        not file.exists() or file.read_bytes() == content for file, content in files.items()
+    )
+    cached, kept = turn(66_000)  # four states
     assert 0 < sum(cached) < sum(kept)
     changed = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
