@@ -215,6 +215,8 @@ def test_mapped_tables(merged, tmp_path):
         other.map_tables(tmp_path / "model")
     with pytest.raises(ValueError, match=r"has no tensor rwkv7\.blocks\.0\.ffn\.s_emb\.weight"):
         model.map_tables(tmp_path)
+    with pytest.raises(ValueError, match="`directory` must exist, got '/missing'"):
+        model.map_tables("/missing")
     model.map_tables(tmp_path / "model")
     assert torch.equal(model(ids).logits, expected)
     assert torch.equal(model.generate(ids, max_new_tokens=5, **GREEDY), generated)

@@ -324,11 +324,13 @@ class Rwkv7DeepEmbedPreTrainedModel(Rwkv7PreTrainedModel):
                 overwritten while the model is used.
 
         Raises:
-            ValueError: if the directory lacks a table, or has another one: 256 rows of each are compared. Or if an
-                adapter or an integer layer has taken the place of a table.
+            ValueError: if there is no such directory, or it lacks a table, or has another one: 256 rows of each are
+                compared. Or if an adapter or an integer layer has taken the place of a table.
         """
         from ...hub.weight_files import find_weights, open_weights
 
+        if not os.path.isdir(directory):
+            raise ValueError(f"`directory` must exist, got {os.fspath(directory)!r}.")
         prefix = "" if self.base_model is not self else f"{self.base_model_prefix}."
         tables = {f"{prefix}{name}.weight": table for name, table in self._plain_tables("mapped").items()}
         stored = {}
