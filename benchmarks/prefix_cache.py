@@ -11,7 +11,8 @@ the size of a state.
 
 prints how long clients wait for the first token (median, and 95 % of the answers) if each of them, in a thread of its
 own, sends its turns to one model with continuous batching, with and without a prefix cache. The next turn is sent as
-soon as the answer of 8 tokens is there. The model has random weights.
+soon as the answer of 8 tokens is there. The waits are CPU time of the whole process, so other programs do not matter.
+The model has random weights.
 """
 
 import argparse
@@ -70,14 +71,14 @@ def first_token(model: Rwkv6ForCausalLM, prefixes: PrefixCache | None, texts: to
 
 
 def ask(manager, role: list[int], turns: list[list[int]]) -> list[float]:
-    """The seconds that a client waits for the first token of each turn."""
+    """The CPU seconds of this process, all clients together, while a client waits for the first token of each turn."""
     text, waits = role, []
     for turn in turns:
-        text, start = text + turn, time.perf_counter()
+        text, start = text + turn, time.process_time()
         request = manager.add_request(text, max_new_tokens=ANSWER, eos_token_id=-1, streaming=True)
         outputs = manager.request_id_iter(request)
         next(outputs)
-        waits.append(time.perf_counter() - start)
+        waits.append(time.process_time() - start)
         *_, last = outputs
         text = text + last.generated_tokens
     return waits
@@ -94,7 +95,7 @@ def measure_clients(model: Rwkv6ForCausalLM, arguments: argparse.Namespace, dire
         "states in memory and files": PrefixCache(directory=directory),
         "after a restart, from files": PrefixCache(directory=directory),
     }
-    print(f"{'':30} {'not read':>9} {'median':>9} {'95 %':>9} {'CPU time':>9}")
+    print(f"{'':30} {'not read':>9} {'median':>9} {'95 %':>9} {'in all':>9}")
     for name, prefixes in ways.items():
         type(model).make_prefix_cache, cpu = lambda _, prefixes=prefixes: prefixes, time.process_time()
         vars(model).pop("own_prefix_cache", None)
