@@ -35,7 +35,7 @@ from subquad_tokenizers import ByteTokenizer, RwkvWorldTokenizerFast
 from subquad_tokenizers.vocabulary import write_vocabulary
 
 
-CASES = int(os.environ.get("SUBQUAD_DAMAGES", "4"))
+CASES = int(os.environ.get("SUBQUAD_DAMAGES", "2"))
 LOADED = ("rwkv7", "rwkv6", "rwkv5", "avey", "raven", "gecko", "avey-b")
 # Files that are named by an error themselves, not only by their directory.
 STATES = ("text.state", "states.pth", "states.st", "states.safetensors")

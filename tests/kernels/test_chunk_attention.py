@@ -171,6 +171,7 @@ def test_step(dtype, tolerance):
 
 
 @TRITON
+@pytest.mark.quick_cases("*-1-dtype0-*", "*-3-dtype1-*", "40-*-dtype2-*")
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES[1:])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize(("keys", "key", "value"), [(1, 1, 1), (40, 20, 70), (300, 130, 64), (2100, 4, 65)])
