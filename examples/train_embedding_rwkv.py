@@ -14,7 +14,7 @@ is the same. `tunes` then holds the two models and the index:
     SentenceTransformer("tunes/embedding"), CrossEncoder("tunes/reranker")
     subquad rank "B2 BA|GABG|A2 AG|FDEF|" --index tunes/index --model tunes/reranker
 
-(`pip install "subquad[tools,train]"`; a quarter of an hour on one CPU core.)
+(`pip install "subquad[tools,train]"`; seven minutes on one CPU core.)
 """
 
 from __future__ import annotations
