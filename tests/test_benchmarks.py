@@ -5,6 +5,7 @@ import csv
 import importlib
 import itertools
 import json
+import math
 import os
 import signal
 import sys
@@ -236,6 +237,41 @@ def test_the_loss_of_int8_is_measured(scripts, tmp_path):
     losses = {row["dtype"]: float(row["note"].split()[0]) for row in rows if row["part"] == "loss"}
     assert losses["int8"] != losses["float32"]
     assert all(abs(loss / losses["float32"] - 1) < (0.05 if way == "int4" else 0.01) for way, loss in losses.items())
+
+
+@pytest.mark.thorough
+def test_the_loss_of_stored_states_is_measured(scripts, monkeypatch, capsys):
+    stored, corpus = scripts("stored_states"), scripts("abc_corpus")
+    tunes = [f"X:1\nT:{letter}\nM:6/8\nL:1/8\nK:D\n" for letter in "ABCDEFGH"]
+    monkeypatch.setattr(corpus, "load_corpus", lambda: corpus.Corpus([], tunes, {}))
+    for name, value in {"MODELS": ("finch-abc",), "SIZE": 32, "TEXTS": 2, "LENGTH": 32}.items():
+        monkeypatch.setattr(stored, name, value)
+    mqar, tracking = stored.mqar, stored.tracking
+    monkeypatch.setattr(mqar, "train", lambda options, *how, seed: (mqar.make(how[0], options, *how[1:]), {}))
+    monkeypatch.setattr(tracking, "train", lambda *how: (tracking.make(*how[:-1], lr=1e-3), 0))
+    monkeypatch.setattr(sys, "argv", ["stored_states.py"])
+    stored.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "|  | stored | float32 | int8 | float16 | bfloat16 |" and len(lines) == 2 + 3 * 5
+    (case,) = stored.repeats()
+    right, bits = stored.measure(case, [32], stored.STORES["float32"])
+    assert f"| finch-abc | once | {right:.1%} ({bits:.5f}) | " in lines[2]
+    assert abs(stored.measure(case, [32], lambda model, cache: model.new_cache())[1] - bits) > 0.01
+    with torch.no_grad():
+        logits = case.model(case.ids).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), case.labels.flatten())
+    assert bits == pytest.approx(expected.item() / math.log(2), rel=1e-4)
+
+
+@pytest.mark.thorough
+def test_clients_of_a_prefix_cache_are_measured(scripts, monkeypatch, capsys):
+    options = "--clients 3 --width 64 --layers 1 --turns 2 --role 48 --turn 16"
+    monkeypatch.setattr(sys, "argv", ["prefix_cache.py", *options.split()])
+    script = scripts("prefix_cache")
+    monkeypatch.setattr(script.Rwkv6ForCausalLM, "make_prefix_cache", None)
+    script.main()
+    shares = [float(line.split("%")[0].split()[-1]) for line in capsys.readouterr().out.splitlines()[2:]]
+    assert len(shares) == 3 and all(30 < share < 90 for share in shares[:2]) and shares[2] == 100
 
 
 @pytest.mark.thorough

@@ -170,8 +170,11 @@ def accuracy_of(model: PreTrainedModel, ids: torch.Tensor, targets: torch.Tensor
 
 def train(
     arguments: argparse.Namespace, architecture: str, length: int, width: int, lr: float, seed: int, part: str = ""
-) -> dict[str, Any]:
-    """Validation and test accuracy of one training, perhaps without a part of the model, and the number of steps."""
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """
+    One training, perhaps without a part of the model: the model, its validation and test accuracy, and the number of
+    steps.
+    """
     torch.manual_seed(seed)
     model = without(part, make(architecture, arguments, length, width, lr)).to(arguments.device)
     optimizer = make_optimizer(model, lr, weight_decay=0.0)
@@ -202,7 +205,7 @@ def train(
                 bar.close()
                 break
     tested = accuracy_of(model, *rows(arguments.test_rows, length, test), arguments.tokens // length)
-    return {
+    return model, {
         "accuracy": round(tested, 4),
         "validation": round(accuracy, 4),
         "steps": step,
@@ -217,7 +220,7 @@ def measure(
     arguments = argparse.Namespace(**{**vars(arguments), "words": words})
     tried = []
     for lr in arguments.lrs:
-        tried.append(train(arguments, architecture, length, width, lr, seed, part))
+        tried.append(train(arguments, architecture, length, width, lr, seed, part)[1])
         if tried[-1]["validation"] >= ENOUGH:
             break
     best = max(tried, key=lambda result: result["validation"])
