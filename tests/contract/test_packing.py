@@ -95,6 +95,7 @@ def test_loss_of_packed_documents(case):
     assert loss.item() == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.quick_cases("*rwkv*", "avey", "raven", "raven-both", "gecko", "gecko-many-bos")
 @pytest.mark.fast
 @each_case_and_variant
 def test_gradients_of_packed_documents(case):

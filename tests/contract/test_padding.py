@@ -70,8 +70,8 @@ def test_padding_in_a_later_call(case, side):
 
 
 @pytest.mark.quick_cases(
-    *("left-*rwkv?-?", "left-avey-?", "left-raven-?", "left-gecko-?", "right-rwkv6-?", "right-gecko-?"),
-    *("anywhere-rwkv?-0", "anywhere-avey-0", "anywhere-raven*-0", "anywhere-gecko-0"),
+    *("left-rwkv?-?", "left-visual*-0", "left-avey-?", "left-raven-?", "left-gecko-?", "right-rwkv6-?"),
+    *("right-gecko-?", "anywhere-rwkv?-0", "a*-avey-0", "a*-raven-0", "a*-raven-both-0", "a*-gecko-0"),
 )
 @each_with("lengths", [(3, 70, 12), (5,)], GENERATING, [(3, 70, 12)], VARIANTS)
 @each_side
@@ -160,6 +160,7 @@ def test_loss_of_a_later_call(case):
     assert loss.item() == pytest.approx(sum(total for total, _ in alone), rel=1e-4)
 
 
+@pytest.mark.quick_cases("*rwkv*", "avey", "raven", "raven-both", "gecko", "gecko-many-bos")
 @each_case_and_variant
 def test_gradients_under_padding(case):
     model, rows = case.model(), texts(case, 7, 70)
