@@ -163,7 +163,7 @@ def test_gradients_of_every_class(case):
         assert type(model)(model.config).is_gradient_checkpointing
 
 
-@pytest.mark.quick_cases("*-rwkv?", "True-visual-rwkv6", "*-avey", "*-raven", "True-raven-both", "*-gecko")
+@pytest.mark.quick_cases("*e-rwkv?", "True-visual-rwkv6", "*-avey", "*-raven", "True-raven-both", "*-gecko")
 @each(*GENERATING, RAVEN_FULL, RAVEN_BOTH)
 @pytest.mark.parametrize("detached", [False, True])
 def test_gradient_checkpointing_in_pieces(case, detached):

@@ -54,7 +54,7 @@ def test_padding(case, side, lengths):
             torch.testing.assert_close(after[n], after_alone[0], **TOLERANCE)
 
 
-@pytest.mark.quick_cases("*-rwkv*", "*-avey", "*-raven", "*-gecko", "left-visual*", "a*-raven*", "a*-gecko*")
+@pytest.mark.quick_cases("*[te]-rwkv*", "left-visual*", "*-avey", "*-raven", "*-gecko", "a*-raven*", "a*-gecko*")
 @pytest.mark.fast
 @each_case_and_reader
 @each_side
