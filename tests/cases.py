@@ -37,7 +37,10 @@ _MADE: dict[str, tuple[torch.nn.Module, torch.Tensor]] = {}
 
 
 def made_once(make: Callable[..., torch.nn.Module], *arguments) -> torch.nn.Module:
-    """What `make` returns for the arguments: a copy of the first one, which takes a fifth of the time."""
+    """
+    What `make` returns for the arguments: a copy of the first one, which takes a fifth of the time. Tests that patch
+    how models are made call `make` itself.
+    """
     if torch.is_inference_mode_enabled():
         return make(*arguments)
     key = repr((make.__qualname__, *arguments, torch.get_default_device(), torch.get_default_dtype()))
