@@ -162,7 +162,7 @@ def test_a_signal_while_it_is_compiled(quick, tmp_path):
         ("exec sleep 60", "compiler took more than 0.2 seconds"),
     ],
 )
-def test_a_compiler_that_does_not_work(script, why, fresh, tmp_path, monkeypatch):
+def test_a_compiler_that_does_not_work(script, why, fresh, tmp_path, monkeypatch, recwarn):
     compiler = tmp_path / "compiler"
     compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo 1 && exit\n{script}\n')
     compiler.chmod(0o700)
@@ -176,6 +176,8 @@ def test_a_compiler_that_does_not_work(script, why, fresh, tmp_path, monkeypatch
     library, found = native.explain()
     assert library is None and re.search(why, found), found
     assert not list(fresh.iterdir())
+    waited = [each for each in recwarn if "SUBQUAD_NATIVE=0 saves the time" in str(each.message)]
+    assert len(waited) == ("sleep" in script)
 
 
 def test_it_can_be_turned_off(fresh, monkeypatch):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -143,7 +144,10 @@ def _run(command: list[str], temporary: Path | None = None) -> str:
             env=environment,
         )
     except subprocess.TimeoutExpired:
-        raise Unavailable(f"{command[0]} took more than {_PATIENCE} seconds") from None
+        reason = f"{command[0]} took more than {_PATIENCE} seconds"
+        # Every process would wait for it.
+        warnings.warn(f"{reason}, so torch replaces the C library. SUBQUAD_NATIVE=0 saves the time.", stacklevel=2)
+        raise Unavailable(reason) from None
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no message"]
         reason = next((line for line in lines if "error" in line), lines[0])
