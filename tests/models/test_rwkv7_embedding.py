@@ -586,3 +586,16 @@ def test_the_cache_is_a_recurrent_one(tmp_path):
     cache.save(tmp_path / "states.safetensors")
     loaded = type(cache).load(tmp_path / "states.safetensors", make("reranker").config)
     assert all(torch.equal(x, cache.named_states()[name]) for name, x in loaded.named_states().items())
+
+
+@pytest.mark.parametrize("wrong", [None, 5, ["cats?"]])
+def test_a_query_is_a_string(wrong):
+    """Otherwise its representation would be searched for."""
+    model = make("embedding")
+    for name, texts in (
+        ("query", (model.query_text, model.query_after_document)),
+        ("document", [model.document_text]),
+    ):
+        for text in texts:
+            with pytest.raises(ValueError, match=f"`{name}` must be a string, got"):
+                text(wrong)

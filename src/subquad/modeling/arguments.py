@@ -107,6 +107,16 @@ def check_tensor_types(arguments: dict[str, Any]) -> None:
             raise ValueError(f"`{name}` must be a tensor, got {value!r:.80}.")
 
 
+def check_strings(**texts: Any) -> None:
+    """
+    Raises:
+        ValueError: if a text is no string, such as None or a list, whose representation would be read otherwise.
+    """
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise ValueError(f"`{name}` must be a string, got {text!r:.80}.")
+
+
 def check_counts(least: int = 1, /, **numbers: Any) -> None:
     """
     Raises:

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from transformers import initialization as init
 from transformers.utils import can_return_tuple
 
-from ...modeling.arguments import checks_arguments
+from ...modeling.arguments import check_strings, checks_arguments
 from ...modeling.base import RecurrentPreTrainedModel
 from ...modeling.cache import RecurrentCache, accept_cache
 from ...modeling.layers import LayerNorm, Linear, check_inputs
@@ -189,14 +189,17 @@ class Rwkv7EmbeddingModel(Rwkv7EmbeddingPreTrainedModel):
 
     def query_text(self, query: str) -> str:
         """The text of a query for its embedding."""
+        check_strings(query=query)
         return QUERY.format(instruction=self.config.instruction, query=query)
 
     def document_text(self, document: str) -> str:
         """The text of a document for a reranker, without an end token. A query follows it."""
+        check_strings(document=document)
         return DOCUMENT.format(instruction=self.config.instruction, document=document)
 
     def query_after_document(self, query: str) -> str:
         """The text of a query for a reranker, after [`document_text`]."""
+        check_strings(query=query)
         return QUERY_AFTER_DOCUMENT.format(query=query)
 
     def read(
