@@ -27,6 +27,7 @@ def fresh(monkeypatch, tmp_path):
     monkeypatch.setattr(compiling, "_kept", [])
     monkeypatch.delenv("SUBQUAD_NATIVE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("SUBQUAD_NATIVE_FLAGS", "-O0")  # compiles in a fraction of the time
     monkeypatch.setattr(compiling, "_PATIENCE", 1000)
     return tmp_path / "cache" / "subquad"
 
@@ -37,6 +38,7 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
+        patch.setenv("SUBQUAD_NATIVE_FLAGS", "-O0")
         patch.setattr(compiling, "_PATIENCE", 1000)
         assert native._COMPILED.compile()
     return next(folder.glob("subquad/*.so"))
