@@ -20,15 +20,15 @@ KINDS = ("configuration", "modeling", "processing")
 LIMITS = {
     "rwkv5": 5900,
     "rwkv6": 6150,
-    "rwkv7": 6300,
-    "rwkv7_deep_embed": 7050,
-    "avey": 5350,
-    "avey-b": 3650,
-    "raven": 6750,
+    "rwkv7": 6350,
+    "rwkv7_deep_embed": 7100,
+    "avey": 5400,
+    "avey-b": 3700,
+    "raven": 6800,
     "gecko": 8550,
     "visual_rwkv": 8850,
-    "rwkv7_embedding": 5800,
-    "rwkv7_reranker": 6000,
+    "rwkv7_embedding": 5850,
+    "rwkv7_reranker": 6050,
 }
 each_architecture = pytest.mark.parametrize("architecture", REGISTRY.values(), ids=list(REGISTRY))
 
