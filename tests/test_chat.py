@@ -169,6 +169,8 @@ def test_a_conversation_in_a_file(finch, tmp_path, capsys, monkeypatch):
     assert talk(capsys, monkeypatch, finch, "Hi", options=options)[0].splitlines() == whole[:1]
     notes = talk(capsys, monkeypatch, finch, "Hi", options=(*options, "--load", file), code=2)[1]
     assert "--load and --session both name a conversation" in notes
+    out, notes = talk(capsys, monkeypatch, finch, "Hi", options=("--session", tmp_path / "no" / "diary.state"), code=2)
+    assert not out and f"--session: {tmp_path / 'no'} is not a directory." in notes  # before an answer would be lost
     file.write_bytes(file.read_bytes()[:-1])
     assert "cannot be read" in talk(capsys, monkeypatch, finch, "Hi", options=options, code=1)[1]
 

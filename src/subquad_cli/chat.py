@@ -17,6 +17,7 @@ from .answers import ChatFormat, character_streamer
 from .arguments import add_dtype_and_device, add_sampling, positive_int, sampling_options
 from .common import (
     UsageError,
+    check_new_file,
     find_auto_class,
     find_model,
     load_reader,
@@ -339,6 +340,8 @@ def run(args: Namespace) -> None:
     sampling_options(args)  # its checks come first
     if args.load is not None and args.session is not None:
         raise UsageError("--load and --session both name a conversation to continue.")
+    if args.session is not None:
+        check_new_file("--session", args.session, force=True)
     path = find_model(args.model)
     start.begin(args, path)
     kept = args.session if args.session is not None and os.path.exists(args.session) else None
