@@ -200,7 +200,7 @@ def serving_memory() -> Figure:
 def laptop() -> Figure:
     """Tokens per second of CPU time, by the bits of a weight, beside other packages."""
     figure, panels = axes_in_a_row(3)
-    record = table("Beside llama.cpp (`cpu.py`, 2026-11-24)")
+    record = table("Beside llama.cpp (`cpu.py`, 2026-11-27)")
     for axes, column in zip(panels, ("next token, 1 text", "next token, 32 texts", "prompt of 512"), strict=True):
         series = {name: (colour, [record[row][column] for row in rows]) for name, (colour, rows) in PACKAGES.items()}
         bars(axes, ("32 bits", "8 bits", "4 bits"), series)
