@@ -49,7 +49,7 @@ ONLY = {
     "init_weights": (True, False),
 }
 BY_PEFT = "`PeftModel.from_pretrained(model, DIRECTORY).merge_and_unload()` returns a model to be saved"
-ASK_FOR_BASE = "Give the model that it was trained on as `base` (--base of `subquad convert`) to merge them."
+ASK_FOR_BASE = "Give the model that it was trained on as `base` of `subquad convert` to merge them."
 OTHER_BASE = "Is `base` the model that the adapter was trained on?"
 
 

@@ -126,13 +126,16 @@ def test_numbers_that_are_not_finite(library, dtype):
     if dtype not in library.dtypes:
         pytest.skip("needs conversions of float16")
     inf, nan = float("inf"), float("nan")
+
+    def expected(x, weight):  # torch gives NaN for infinity times 1 in bfloat16 on some CPUs
+        return F.linear(x.float(), weight.float()).to(dtype)
+
     for position in (0, 40, 64):
         x, weight = torch.ones(3, 65, dtype=dtype), torch.ones(70, 65, dtype=dtype)
         x[1, position], weight[3, position], weight[67, position], weight[5, position] = inf, nan, -inf, 0
         for rows in (x, x.repeat(4, 1)) if library.linear_rows > 8 else (x,):
-            torch.testing.assert_close(library.linear(rows, weight, None), F.linear(rows, weight), equal_nan=True)
-        y = weight.T.contiguous()
-        torch.testing.assert_close(library.matmul(x, y), x @ y, equal_nan=True)
+            torch.testing.assert_close(library.linear(rows, weight, None), expected(rows, weight), equal_nan=True)
+        torch.testing.assert_close(library.matmul(x, weight.T.contiguous()), expected(x, weight), equal_nan=True)
     largest = torch.full((1, 65), torch.finfo(dtype).max, dtype=dtype)
     assert library.linear(largest, torch.ones(1, 65, dtype=dtype), None).item() == inf
     # Every number of 16 bits survives a product with one; subnormal ones too.
