@@ -306,6 +306,7 @@ def test_faults(number, tmp_path, monkeypatch):
         prefixes = PrefixCache(max_bytes=1, directory=tmp_path)
         if n % 2:
             prefixes.read(model, FINCH.ids(17, seed=9))  # notes the files
+            prefixes.flush()  # so that nobody writes what is damaged now
         for _ in range(chance.randrange(1, 4)):
             if files := [file for file in files if file.is_file()]:
                 damage(files, chance)
