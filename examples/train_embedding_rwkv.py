@@ -4,7 +4,7 @@ Trains a small EmbeddingRWKV and its reranker to find a tune by one of its lines
     python examples/train_embedding_rwkv.py --output tunes
 
 The embedding model starts from goose-abc, which writes tunes. It learns to find the tune of a line among the tunes of
-the batch. It also keeps on predicting bytes, those of a line after its tune: that is how it comes to compare the two.
+the batch. It also goes on predicting the bytes of a line after its tune, and so learns to compare the two.
 Then it is frozen, and the reranker learns from its states after pairs of a tune and a line. Pairs are read once and
 used for several steps. At last all tunes are read into an index.
 

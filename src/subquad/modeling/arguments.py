@@ -110,7 +110,7 @@ def check_tensor_types(arguments: dict[str, Any]) -> None:
 def check_strings(**texts: Any) -> None:
     """
     Raises:
-        ValueError: if a text is no string, such as None or a list, whose representation would be read otherwise.
+        ValueError: if a text is not a string. None or a list would be read as it is printed.
     """
     for name, text in texts.items():
         if not isinstance(text, str):

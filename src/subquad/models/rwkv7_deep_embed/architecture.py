@@ -85,7 +85,7 @@ RWKV7_DEEP_EMBED = Architecture(
         RWKV7.fused,
         kind="deep_delta_wkv",
         classes={**RWKV7.fused.classes, "": "Rwkv7DeepEmbedBlock", "ffn": "Rwkv7DeepEmbedChannelMixing"},
-        layers={**RWKV7.fused.layers, "qkv": "qkv"},  # refused, because the attention of RWKV-7b is no linear layer
+        layers={**RWKV7.fused.layers, "qkv": "qkv"},  # refuses RWKV-7b, whose attention is not a linear layer
         parameters={
             **RWKV7.fused.parameters,
             "factor.base": "ffn.s0",
