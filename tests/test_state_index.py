@@ -208,11 +208,12 @@ def test_wrong_documents(documents, message, models, copied):
 @pytest.mark.parametrize("call", ["k", "candidates", "batch_size"])
 def test_wrong_numbers(call, models, read):
     index = StateIndex.load(read, models / "reranker")
-    with pytest.raises(ValueError, match=f"`{call}` must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=f"`{call}` must be a whole number of at least 1, got 0"):
         index.rank("x", **{call: 0})
     if call == "batch_size":
-        with pytest.raises(ValueError, match="`batch_size` must be at least 1, got -1"):
-            index.score("x", "cat", batch_size=-1)
+        for wrong in (-1, 2.5, "8"):
+            with pytest.raises(ValueError, match=f"`batch_size` must be a whole number of at least 1, got {wrong!r}"):
+                index.score("x", "cat", batch_size=wrong)
 
 
 @pytest.mark.parametrize(("kind", "tolerance"), [("float16", 1e-3), ("int8", 2e-2)])

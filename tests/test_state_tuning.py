@@ -404,6 +404,12 @@ def test_models_without_files_of_states(tmp_path):
         save_time_states(tiny_model("rwkv7"), tmp_path / "states.pth")
 
 
+def test_only_known_suffixes_are_written(tmp_path):
+    with pytest.raises(ValueError, match=r"`path` must end with .pth or .safetensors or .st, got '.*states.bin'"):
+        save_time_states(adapted_model("rwkv7", {}), tmp_path / "states.bin")
+    assert not list(tmp_path.iterdir())
+
+
 def test_compressed_files_are_refused(tmp_path):
     """A small one could hold states of any size."""
     model = adapted_model("rwkv7", {})

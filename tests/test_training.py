@@ -163,6 +163,12 @@ def test_groups_of_an_unknown_model():
         parameter_groups(transformers.GPT2Model(config), lr=1.0)
 
 
+@pytest.mark.parametrize(("name", "value"), [("lr", -1.0), ("lr", float("nan")), ("weight_decay", -0.1)])
+def test_wrong_numbers_of_groups(name, value):
+    with pytest.raises(ValueError, match=f"`{name}` must be at least 0 and finite, got {value}"):
+        parameter_groups(tiny_model("rwkv7"), **{"lr": 1.0, name: value})
+
+
 # Trainer.
 
 

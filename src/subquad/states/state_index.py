@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoTokenizer
 from ..hub.directories import check_free, new_directory
 from ..hub.foreign_files import listed, naming, read_json, reading
 from ..hub.new_files import locked, replacing
+from ..modeling.arguments import check_counts
 from ..modeling.cache import RecurrentCache
 from ..modeling.state_file import (
     MOST_CHARACTERS,
@@ -236,7 +237,7 @@ class StateIndex:
         Raises:
             ValueError: before any work, if a name occurs twice, or if a text is empty, too long or not valid Unicode.
         """
-        _check_positive(batch_size=batch_size)
+        check_counts(batch_size=batch_size)
         self._check_unchanged()
         pairs = list(documents.items() if isinstance(documents, Mapping) else documents)
         if twice := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:
@@ -311,7 +312,7 @@ class StateIndex:
     @torch.no_grad()
     def search(self, query: str, k: int = 10) -> list[Match]:
         """The k documents whose embeddings have the largest cosine with the query's, best first."""
-        _check_positive(k=k)
+        check_counts(k=k)
         names, embeddings = self._all_embeddings()
         ids = self._encode(self.model.query_text(query), end=True)[-self.tokenizer.model_max_length :]
         found = self.model.embed(self._tensor([ids]), use_cache=False).pooler_output.float()
@@ -338,9 +339,9 @@ class StateIndex:
             progress: whether to show a progress bar on stderr.
 
         Raises:
-            ValueError: if the index was opened with an embedding model alone, or a number is not positive.
+            ValueError: if the index was opened with an embedding model alone, or a number is not a whole number above 0.
         """
-        _check_positive(k=k, candidates=1 if candidates is None else candidates, batch_size=batch_size)
+        check_counts(k=k, candidates=1 if candidates is None else candidates, batch_size=batch_size)
         self._check_reranker()
         chosen = self.ids if candidates is None else [each.id for each in self.search(query, max(k, candidates))]
         scores = self.score(query, chosen, batch_size=batch_size, progress=progress)
@@ -358,9 +359,9 @@ class StateIndex:
         Raises:
             KeyError: before any work, if there is no document of a name.
             ValueError: if states are damaged, the index was opened with an embedding model alone, or `batch_size` is
-                not positive.
+                not a whole number above 0.
         """
-        _check_positive(batch_size=batch_size)
+        check_counts(batch_size=batch_size)
         self._check_reranker()
         ids = _names(ids)
         entries = [self._entry(name) for name in ids]
@@ -591,12 +592,6 @@ def _read_index(directory: Path) -> dict[str, Any]:
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-def _check_positive(**numbers: int) -> None:
-    for name, number in numbers.items():
-        if number < 1:
-            raise ValueError(f"`{name}` must be at least 1, got {number}.")
 
 
 def _check_document(name: Any, text: Any) -> None:

@@ -68,10 +68,12 @@ def save_time_states(model: nn.Module, path: str | os.PathLike) -> None:
         path: a `.pth` or `.safetensors` file, or an `.st` file for web-rwkv and Ai00.
 
     Raises:
-        ValueError: if float16 cannot represent a state.
+        ValueError: if `path` ends otherwise, or float16 cannot represent a state.
         OSError: if the file cannot be written.
     """
     suffix = Path(path).suffix
+    if suffix not in (".pth", *SAFETENSORS):
+        raise ValueError(f"`path` must end with .pth or {' or '.join(SAFETENSORS)}, got {os.fspath(path)!r}.")
     states = {}
     for index, layer in _layers_of(model).items():
         state = _parameter(layer).detach().cpu().float() * layer.tunable.scale

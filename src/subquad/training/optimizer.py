@@ -37,8 +37,11 @@ def parameter_groups(model: nn.Module, lr: float, weight_decay: float | None = N
         dicts with `params`, `lr`, `weight_decay`, and the paper's `betas` and `eps` if it gives them.
 
     Raises:
-        ValueError: if the model has another architecture.
+        ValueError: if the model has another architecture, or a number is negative or not finite.
     """
+    for name, number in (("lr", lr), ("weight_decay", weight_decay or 0.0)):
+        if not 0 <= number < float("inf"):
+            raise ValueError(f"`{name}` must be at least 0 and finite, got {number}.")
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if model_type not in REGISTRY:
         raise ValueError(
