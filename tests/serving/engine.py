@@ -55,7 +55,7 @@ def model_directory(name: str, directory: Path) -> Path:
     return directory / name
 
 
-def make_requests(number: int, vocabulary: int, longest: int = 237, answer: int = 66, seed: int = 0) -> list[Request]:
+def make_requests(number: int, vocabulary: int, longest: int = 237, answer: int = 40, seed: int = 0) -> list[Request]:
     """Prompts of 1 to `longest` tokens, one of them of one token, and the number of tokens to be generated."""
     generator = torch.Generator().manual_seed(seed)
 

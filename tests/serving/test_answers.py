@@ -18,7 +18,7 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in EMBEDDED]
 def test_answers_of_many_requests(name, tmp_path):
     """With seven slots, prompts that are read in pieces, and slots that others have used."""
     model = model_directory(name, tmp_path)
-    requests = make_requests(20, VOCABULARY)
+    requests = make_requests(12, VOCABULARY)
     answers = expected(model, requests)
     with engine(model) as llm:
         assert serve(llm, requests) == answers
@@ -29,7 +29,7 @@ def test_answers_of_many_requests(name, tmp_path):
 def test_answers_with_prefix_caching(name, tmp_path):
     """A second pass begins with the states after the beginnings of the first one's prompts."""
     model = model_directory(name, tmp_path)
-    requests = make_requests(20, VOCABULARY)
+    requests = make_requests(12, VOCABULARY)
     answers = expected(model, requests)
     with engine(model, enable_prefix_caching=True, block_size=32) as llm:
         assert serve(llm, requests) == answers
@@ -43,7 +43,7 @@ def test_answers_from_large_states(name, tmp_path, monkeypatch):
     """Plain torch computes with one large state after the other, where it is."""
     monkeypatch.setattr(state_pool, "LARGE", 1)
     model = model_directory(name, tmp_path)
-    requests = make_requests(20, VOCABULARY)
+    requests = make_requests(12, VOCABULARY)
     with engine(model) as llm:
         assert serve(llm, requests) == expected(model, requests)
 
@@ -119,7 +119,7 @@ def test_answers_of_many_long_requests(name, tmp_path):
 def test_a_request_needs_an_empty_slot(name, tmp_path, monkeypatch):
     """These comparisons notice it when a request goes on from what another left in its slot."""
     model = model_directory(name, tmp_path)
-    requests = make_requests(20, VOCABULARY)
+    requests = make_requests(12, VOCABULARY)
     monkeypatch.setattr(StepMetadataBuilder, "clear", lambda self, slots: None)
     with engine(model) as llm:
         assert serve(llm, requests) != expected(model, requests)
