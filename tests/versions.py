@@ -66,7 +66,7 @@ PARTS = {
     "repositories": ["test_hub.py", "test_merging.py", "test_push.py", "-m", "not slow"],
     "tokenizers": ["tokenizers"],
     "peft": ["test_adapters.py", "test_state_tuning.py"],
-    "pipelines": ["test_pipelines.py", "test_encoder_pipelines.py"],
+    "pipelines": ["test_pipelines.py", "test_encoder_pipelines.py", "test_serve.py"],
     "kernels": ["kernels/test_operator_contract.py"],
 }
 # The parts whose tests that are marked as fast run with packages that are laid over those of an environment.

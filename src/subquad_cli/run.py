@@ -47,6 +47,7 @@ def run(args: argparse.Namespace) -> None:
     if args.name == "transformers" and args.arguments[:1] == ["serve"]:
         _keep_states(_take_option(args.arguments, "--prefix-cache"))
         _batch_continuously(args.arguments)
+        _name_thoughts()
         limit_templates()
     sys.argv = [args.name, *args.arguments]
     try:
@@ -128,3 +129,22 @@ def _batch_continuously(arguments: list[str]) -> None:
                 return await super().generate_non_streaming(model, processor, inputs, gen_config, *args, **kwargs)
 
     utils.set_torch_seed, utils.CBGenerateManager = set_seed, GenerateManager
+
+
+def _name_thoughts() -> None:
+    """Older versions of the server look for thoughts in a field `thinking` alone, and drop any other."""
+    from transformers.cli.serving import utils
+
+    if hasattr(utils, "_REASONING_FIELDS"):
+        return
+    get_response_template = utils.get_response_template
+
+    def get_template(*args: Any) -> dict[str, Any] | None:
+        template = get_response_template(*args)
+        fields = (template or {}).get("fields", {})
+        if "reasoning_content" not in fields:
+            return template
+        renamed = {"thinking" if name == "reasoning_content" else name: fields[name] for name in fields}
+        return {**template, "fields": renamed}
+
+    utils.get_response_template = get_template
