@@ -1,6 +1,7 @@
 """Documents that are packed into one row, separated by `cu_seqlens`."""
 
 import itertools
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -37,8 +38,8 @@ def document_bounds(cu_seqlens: torch.Tensor | None, length: int) -> list[int]:
     return bounds
 
 
-def sequences(cu_seqlens: torch.Tensor | None, batch: int, length: int) -> list[tuple[int, int, int]]:
-    """The row, the first token and the token after the last one of every document, or of every row."""
-    if cu_seqlens is None:
-        return [(row, 0, length) for row in range(batch)]
-    return [(0, *bounds) for bounds in itertools.pairwise(document_bounds(cu_seqlens, length))]
+def sequences(cu_seqlens: torch.Tensor | None, *tensors: torch.Tensor) -> Iterator[Iterable]:
+    """The tokens of every document, or of all rows at once: of each token what every tensor has."""
+    for start, stop in itertools.pairwise(document_bounds(cu_seqlens, tensors[0].shape[1])):
+        # Gradients of a view of each token would be as large as all tokens.
+        yield zip(*(x[:, start:stop].unbind(1) for x in tensors), strict=True)

@@ -31,10 +31,10 @@ def cema_reference(
     if initial_state is not None:
         h = torch.complex(*initial_state.unbind(-1))
     out = []
-    for t in range(x.shape[1]):
+    for t, x_t in enumerate(x.unbind(1)):
         if starts is not None:
             h = torch.where(starts[:, t, None, None], 0.0, h)
-        after = q * h + a * x[:, t, :, None]
+        after = q * h + a * x_t[..., None]
         h = after if real is None else torch.where(real[:, t, None, None], after, h)
         out.append((gamma * h).sum(-1).real)
     out = torch.stack(out, dim=1)

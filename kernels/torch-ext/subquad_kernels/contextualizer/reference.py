@@ -22,8 +22,8 @@ def contextualizer_reference(
         z = torch.cat((prefix[:shared].expand(z.shape[0], -1, -1), z), dim=1)
     y = z / torch.sqrt(z.square().sum(-1, keepdim=True) + EPS)
     rows = []
-    for i in range(context - queries, context):
-        cosines = (y[:, : i + 1] * y[:, i, None]).sum(-1)
-        rows.append(((v[i, : i + 1] * cosines).unsqueeze(-1) * z[:, : i + 1]).sum(1))
+    for row, v_row in zip(y[:, -queries:].unbind(1), v[-queries:].tril(context - queries), strict=True):
+        cosines = (y * row[:, None]).sum(-1)
+        rows.append(((v_row * cosines).unsqueeze(-1) * z).sum(1))
     out = torch.stack(rows, dim=1)
     return out if gate is None else gate * out

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..documents import sequences
+from ..documents import count_documents, sequences
 
 
 def delta_wkv_reference(
@@ -19,19 +19,17 @@ def delta_wkv_reference(
     The generalised delta rule of arXiv:2503.14456, token by token, in the dtype of the inputs (the caller casts): see
     [`subquad_kernels.delta_wkv`].
     """
-    batch, length, heads, key_size = k.shape
-    w = log_w.exp()
-    out, states = torch.zeros_like(v), []
-    for n, (b, start, stop) in enumerate(sequences(cu_seqlens, batch, length)):
-        s = v.new_zeros(heads, v.shape[-1], key_size) if initial_state is None else initial_state[n]
-        rows = []
-        for t in range(start, stop):
-            removed = s @ kappa[b, t, :, :, None]
-            s = s * w[b, t, :, None, :]
-            s = s - removed * (a[b, t] * kappa[b, t])[:, None, :]
-            s = s + v[b, t, :, :, None] * k[b, t, :, None, :]
-            rows.append((s @ r[b, t, :, :, None])[:, :, 0])
-        if rows:
-            out = out.index_put((torch.tensor(b), torch.arange(start, stop)), torch.stack(rows))
+    batch, _, heads, key_size = k.shape
+    if initial_state is None:
+        initial_state = v.new_zeros(count_documents(cu_seqlens, batch), heads, v.shape[-1], key_size)
+    outs, states = [], []
+    tokens = sequences(cu_seqlens, r, k, v, log_w.exp(), kappa, a)
+    for s, sequence in zip(initial_state.split(batch), tokens, strict=True):
+        for r_t, k_t, v_t, w_t, kappa_t, a_t in sequence:
+            removed = s @ kappa_t[..., None]
+            s = s * w_t[..., None, :]
+            s = s - removed * (a_t * kappa_t)[..., None, :]
+            s = s + v_t[..., None] * k_t[..., None, :]
+            outs.append((s @ r_t[..., None])[..., 0])
         states.append(s)
-    return out, torch.stack(states)
+    return torch.stack(outs, 1), torch.cat(states)

@@ -14,8 +14,8 @@ def dynamic_mixing_reference(features: torch.Tensor, width: int, normalization: 
     else:
         y = x / torch.sqrt(x.square().sum(-1, keepdim=True) + eps)
     rows = []
-    for i in range(x.shape[1]):
-        cosines = (y * y[:, i, None]).sum(-1, keepdim=True)
+    for row in y.unbind(1):
+        cosines = (y * row[:, None]).sum(-1, keepdim=True)
         if normalization == "l1":
             weights = cosines / cosines.abs().sum(1, keepdim=True).clamp_min(eps)
         else:

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..documents import sequences
+from ..documents import count_documents, sequences
 
 
 def slot_memory_reference(
@@ -16,20 +16,17 @@ def slot_memory_reference(
     """
     The recurrence of [`subquad_kernels.slot_memory`], token by token, in the dtype of the inputs (the caller casts).
     """
-    batch, length, heads, key_size = k.shape
+    batch, _, heads, key_size = k.shape
     written = torch.cat((k, v), -1)
-    f, p = log_f.exp(), -log_f.expm1()
-    out, states = torch.zeros_like(v), []
-    for n, (b, start, stop) in enumerate(sequences(cu_seqlens, batch, length)):
-        zeros = v.new_zeros(heads, log_f.shape[-1], written.shape[-1])
-        s = zeros if initial_state is None else initial_state[n]
-        rows = []
-        for t in range(start, stop):
-            s = f[b, t, :, :, None] * s + p[b, t, :, :, None] * written[b, t, :, None, :]
+    if initial_state is None:
+        initial_state = v.new_zeros(count_documents(cu_seqlens, batch), heads, log_f.shape[-1], written.shape[-1])
+    outs, states = [], []
+    tokens = sequences(cu_seqlens, q, written, log_f.exp(), -log_f.expm1())
+    for s, sequence in zip(initial_state.split(batch), tokens, strict=True):
+        for q_t, written_t, f_t, p_t in sequence:
+            s = f_t[..., None] * s + p_t[..., None] * written_t[..., None, :]
             slot_keys, slot_values = s[..., :key_size], s[..., key_size:]
-            z = (slot_keys @ q[b, t, :, :, None])[..., 0]
-            rows.append((z.softmax(-1)[:, None, :] @ slot_values)[:, 0])
-        if rows:
-            out = out.index_put((torch.tensor(b), torch.arange(start, stop)), torch.stack(rows))
+            z = (slot_keys @ q_t[..., None])[..., 0]
+            outs.append((z.softmax(-1)[..., None, :] @ slot_values)[..., 0, :])
         states.append(s)
-    return out, torch.stack(states)
+    return torch.stack(outs, 1), torch.cat(states)

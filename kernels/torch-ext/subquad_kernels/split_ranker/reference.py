@@ -12,14 +12,10 @@ def maxsim_reference(
     splits = splits / (splits.norm(dim=-1, keepdim=True) + 1e-8)
     number = number.expand(batch, current)
     first = torch.zeros_like(number) if first is None else first.expand(batch, current)
-    scores = torch.full((batch, current, splits.shape[1]), -torch.inf, dtype=queries.dtype, device=queries.device)
-    for b in range(batch):
-        for t in range(current):
-            for m in range(splits.shape[1]):
-                if first[b, t] <= m < number[b, t]:
-                    similarity = queries[b, t] @ splits[b, m].T
-                    scores[b, t, m] = similarity.amax(dim=1).sum()
-    return scores
+    scores = (queries[:, :, None] @ splits[:, None].mT).amax(dim=-1).sum(-1)
+    split = torch.arange(splits.shape[1], device=splits.device)
+    seen = (first.unsqueeze(-1) <= split) & (split < number.unsqueeze(-1))
+    return scores.masked_fill(~seen, -torch.inf)
 
 
 def split_ranker_reference(

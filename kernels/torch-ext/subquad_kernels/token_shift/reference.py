@@ -15,11 +15,11 @@ def token_shift_reference(
     [`subquad_kernels.token_shift`].
     """
     previous = torch.zeros_like(x[:, 0]) if state is None else state
-    tokens = []
-    for t in range(x.shape[1]):
+    tokens, offsets = [], None if offset is None else offset.unbind(2)
+    for t, x_t in enumerate(x.unbind(1)):
         if starts is not None:
             previous = torch.where(starts[:, t, None], 0.0, previous)
-        m = mu[:, None] if offset is None else mu[:, None] + offset[:, :, t]
-        tokens.append(x[:, t] + (previous - x[:, t]) * m)
-        previous = x[:, t]
+        m = mu[:, None] if offset is None else mu[:, None] + offsets[t]
+        tokens.append(x_t + (previous - x_t) * m)
+        previous = x_t
     return torch.stack(tokens, dim=2)

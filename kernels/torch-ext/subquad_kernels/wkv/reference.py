@@ -2,7 +2,7 @@
 
 import torch
 
-from ..documents import sequences
+from ..documents import count_documents, sequences
 
 
 def wkv_reference(
@@ -20,15 +20,13 @@ def wkv_reference(
     """
     batch, length, heads, key_size = k.shape
     w = log_w.expand(batch, length, heads, key_size).exp()
-    out, states = torch.zeros_like(v), []
-    for n, (b, start, stop) in enumerate(sequences(cu_seqlens, batch, length)):
-        s = v.new_zeros(heads, key_size, v.shape[-1]) if initial_state is None else initial_state[n]
-        rows = []
-        for t in range(start, stop):
-            kv = k[b, t, :, :, None] * v[b, t, :, None, :]
-            rows.append((r[b, t, :, None, :] @ (s + u[:, :, None] * kv))[:, 0])
-            s = w[b, t, :, :, None] * s + kv
-        if rows:
-            out = out.index_put((torch.tensor(b), torch.arange(start, stop)), torch.stack(rows))
+    if initial_state is None:
+        initial_state = v.new_zeros(count_documents(cu_seqlens, batch), heads, key_size, v.shape[-1])
+    outs, states = [], []
+    for s, sequence in zip(initial_state.split(batch), sequences(cu_seqlens, r, k, v, w), strict=True):
+        for r_t, k_t, v_t, w_t in sequence:
+            kv = k_t[..., None] * v_t[..., None, :]
+            outs.append((r_t[..., None, :] @ (s + u[:, :, None] * kv))[..., 0, :])
+            s = w_t[..., None] * s + kv
         states.append(s)
-    return out, torch.stack(states)
+    return torch.stack(outs, 1), torch.cat(states)
