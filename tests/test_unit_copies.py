@@ -1,6 +1,7 @@
 """Hidden units of zero are not read: copies of weights by unit, for one text on a CPU, which are never out of date."""
 
 import copy
+import functools
 import gc
 import threading
 import weakref
@@ -43,6 +44,11 @@ def networks(model):
 
 def sparse(name, zeros=0.9, **sizes):
     """A model with that share of hidden units that are always zero; half of the others are, for each token."""
+    return copy.deepcopy(_sparse(name, zeros, **sizes))
+
+
+@functools.cache
+def _sparse(name, zeros, **sizes):
     model = lively(name, **sizes)
     for network in networks(model):
         weight = network.key.weight.data
@@ -52,6 +58,11 @@ def sparse(name, zeros=0.9, **sizes):
 
 # One of each block program.
 NAMES = ["finch", "goose-7a"]
+
+
+def alternating(values):
+    """Each value with one of the models."""
+    return [(NAMES[n % 2], value) for n, value in enumerate(values)]
 
 
 @pytest.fixture(params=NAMES)
@@ -88,9 +99,17 @@ def copied(copies):
 SIZES = {"middle": {"intermediate_size": 208}, "wide": {"hidden_size": 320, "intermediate_size": 1056}, "usual": {}}
 
 
-@pytest.mark.parametrize("zeros", [0, 0.6, 0.95, 1])
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "zeros"),
+    [
+        (DTYPES[(n + m) % 3], sizes, zeros)
+        for n, sizes in enumerate(SIZES)
+        for m, zeros in enumerate([0, 0.6, 0.95, 1])
+    ],
+)
 def test_equals_the_weights(dtype, sizes, zeros, made):
     if dtype not in native.library().dtypes:
         pytest.skip("needs conversions of float16")
@@ -107,8 +126,9 @@ def test_equals_the_weights(dtype, sizes, zeros, made):
 def test_integers(name, method, made, tmp_path):
     """In 8 bits the sums are the same integers; in 4 bits groups are added up in parts."""
     for zeros in (0, 0.9, 1):
-        sparse(name, zeros, hidden_size=192, intermediate_size=736).save_pretrained(tmp_path)
-        model = type(lively(name)).from_pretrained(tmp_path, quantization_config=method())
+        model = sparse(name, zeros, hidden_size=192, intermediate_size=736)
+        model.save_pretrained(tmp_path)
+        model = type(model).from_pretrained(tmp_path, quantization_config=method())
         ids = random_ids(1, 6)
         logits, expected = read(model, ids), read(model, ids, alone=False)
         assert copied(made[-1]) == [True, True]
@@ -137,7 +157,7 @@ def test_units_of_zero_are_not_read(model, method, made, tmp_path):
     assert all(step(token).equal(x) for token, x in zip(tokens, first, strict=True))
 
 
-def test_threads(model):
+def test_threads():
     threads = torch.get_num_threads()
     model = sparse("goose", hidden_size=192, intermediate_size=2048)
     try:
@@ -200,7 +220,7 @@ def loaded(model):
 CHANGES = [of_optimizer, in_place, in_data, new_data, new_parameter, loaded, lambda model: model.double().float()]
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("model", "change"), alternating(CHANGES), indirect=["model"])
 def test_weights_change_between_texts(model, change, made):
     before = generate(model)
     assert copied(*made) == [True, True]
@@ -229,9 +249,10 @@ class Changing(LogitsProcessor, StoppingCriteria, TextStreamer):
         return self.result(scores)
 
 
-@pytest.mark.parametrize(
-    "where", ["logits_processor", "stopping_criteria", "streamer", "prefix", "hook", "pre_hook", "method"]
-)
+PLACES = ["logits_processor", "stopping_criteria", "streamer", "prefix", "hook", "pre_hook", "method"]
+
+
+@pytest.mark.parametrize(("model", "where"), alternating(PLACES), indirect=["model"])
 def test_weights_change_within_a_text(model, where, made):
     """There are no copies wherever somebody's code runs between two tokens."""
     weights = copy.deepcopy(model.state_dict())

@@ -88,8 +88,10 @@ for sizes in SIZES:
     # Where a row has one value, the gradient of its direction is the difference of equal numbers.
     tolerance, given = 1e-5 if sizes[-1] > 1 else 1e-4, sizes_of(sizes, gated=sizes[0] != 2)
     EXAMPLES[f"{sizes}"] = Example(given, BOTH, tolerance)
-    # Otherwise, as for many processors, the work is cut into small blocks and short strips.
-    EXAMPLES[f"{sizes}, one processor"] = Example(given, KERNELS, tolerance, processors(1))
+# Otherwise, as for many processors, the work is cut into small blocks and short strips.
+for sizes in (SIZES[0], SIZES[5], SIZES[8], SIZES[9], SIZES[10]):
+    given = sizes_of(sizes, gated=sizes[0] != 2)
+    EXAMPLES[f"{sizes}, one processor"] = Example(given, KERNELS, 1e-5 if sizes[-1] > 1 else 1e-4, processors(1))
 for dtype, tolerance in ((torch.bfloat16, 8e-3), (torch.float16, 1e-3)):
     for sizes in HALF:
         EXAMPLES[f"{dtype}, {sizes}"] = Example(sizes_of(sizes, dtype=dtype), BOTH, tolerance)
@@ -97,7 +99,8 @@ for dtype, tolerance in ((torch.bfloat16, 8e-3), (torch.float16, 1e-3)):
 for scale in (1e-4, 1e3):
     for prefix_scale in (1.0, scale):
         EXAMPLES[f"times {scale}, prefix times {prefix_scale}"] = Example(
-            sizes_of((2, 66, 70, 4, None, 64), scale=scale, prefix_scale=prefix_scale)
+            sizes_of((2, 66, 70, 4, None, 64), scale=scale, prefix_scale=prefix_scale),
+            BOTH if prefix_scale == scale else EAGER,
         )
 for queries in (None, 66):
     EXAMPLES[f"a few windows at a time, {queries} queries"] = Example(

@@ -95,30 +95,24 @@ def compare(model, rows, tokens=3, masks=False, length=2, bos=()):
 CASES = [
     ("eagle", torch.float32, 1),
     ("eagle", torch.bfloat16, 3),
-    ("eagle", torch.float16, 1),
     ("finch", torch.float32, 1),
-    ("finch", torch.float32, 32),
-    ("finch", torch.bfloat16, 1),
+    ("finch", torch.bfloat16, 32),
     ("finch", torch.float16, 3),
-    ("goose", torch.float32, 1),
     ("goose", torch.float32, 3),
     ("goose", torch.bfloat16, 32),
     ("goose", torch.float16, 1),
     ("goose-7a", torch.float32, 1),
-    ("goose-7a", torch.bfloat16, 3),
     ("goose-7a", torch.float16, 17),
     ("raven", torch.float32, 1),
     ("raven", torch.float32, 17),
-    ("raven", torch.bfloat16, 1),
     ("raven", torch.bfloat16, 32),
     ("raven", torch.float16, 3),
     ("raven-plain", torch.float32, 3),
     ("raven-plain", torch.bfloat16, 17),
-    ("raven-plain", torch.float16, 1),
 ]
 
 
-@pytest.mark.quick_cases("eagle-dtype1-3", "finch-dtype3-1", "goose-dtype8-3")
+@pytest.mark.quick_cases("eagle-*-3", "finch-*-1", "goose-*-3")
 @pytest.mark.parametrize(("name", "dtype", "rows"), CASES)
 def test_equals_the_model(name, dtype, rows):
     compare(make(name, dtype), rows, masks=rows > 1)
@@ -127,26 +121,24 @@ def test_equals_the_model(name, dtype, rows):
 @pytest.mark.quick_cases("finch")
 @pytest.mark.parametrize("name", MODELS)
 def test_states_of_zeros(name):
-    compare(make(name), 2, tokens=2, length=0)
+    compare(make(name), 2, tokens=1, length=0)
 
 
 CHUNKS = [
     ("gecko", torch.float32, 1),
     ("gecko", torch.float32, 17),
-    ("gecko", torch.bfloat16, 1),
     ("gecko", torch.bfloat16, 32),
     ("gecko", torch.float16, 3),
     ("gecko-plain", torch.float32, 3),
-    ("gecko-plain", torch.bfloat16, 3),
-    ("gecko-plain", torch.float16, 1),
+    ("gecko-plain", torch.bfloat16, 1),
 ]
 
 
-@pytest.mark.quick_cases("gecko-dtype0-1", "gecko-plain-dtype5-3")
+@pytest.mark.quick_cases("gecko-dtype*-1", "gecko-plain-*-3")
 @pytest.mark.parametrize(("name", "dtype", "rows"), CHUNKS)
 def test_chunks_that_enter_the_memory(name, dtype, rows):
     """And documents that begin within chunks and with them."""
-    compare(make(name, dtype), rows, tokens=11 if rows < 17 else 5, masks=rows > 1, bos=(5, 6))
+    compare(make(name, dtype), rows, tokens=8 if rows < 17 else 5, masks=rows > 1, bos=(5, 6))
 
 
 @pytest.mark.parametrize("name", ["finch", "goose"])
@@ -155,10 +147,9 @@ def test_inputs_of_several_programs(name):
     compare(make(name, hidden_size=192, intermediate_size=400, **({"head_dim": 64} if name == "goose" else {})), 2)
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_raven_of_several_tiles(rows):
+def test_raven_of_several_tiles():
     """All slots are written to."""
-    compare(make("raven", hidden_size=288, topk=12, bias_rmm=False), rows, tokens=2)
+    compare(make("raven", hidden_size=288, topk=12, bias_rmm=False), 2, tokens=2)
 
 
 @pytest.mark.parametrize(
@@ -181,10 +172,9 @@ def test_ravens_that_it_cannot_read(changes, message):
         fused(model)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_gecko_of_several_tiles(rows):
+def test_gecko_of_several_tiles():
     sizes = {"hidden_size": 288, "timenorm_num_groups": 2, "layernorm_num_groups": 2, "intermediate_size": 272}
-    compare(make("gecko", **sizes), rows, tokens=3)
+    compare(make("gecko", **sizes), 3)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
 """The C library for products of few rows: equal to float64, for every instruction set, and never in the way."""
 
+import functools
 import itertools
 import os
 import platform
 import shutil
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,17 +28,24 @@ needs_library = pytest.mark.skipif(AVAILABLE is None and not COMPILER, reason=f"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
+@functools.cache
+def compiled(architecture):
+    """For several modules of tests."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"{architecture}.so"
+        command = ["cc", *FLAGS, "-Werror", "-Wall", f"-march={architecture}", native._SOURCES[0], "-o", path]
+        subprocess.run(command, check=True)
+        return native.Library(path)  # which stays in memory
+
+
 @pytest.fixture(scope="module", params=["native", "x86-64-v3", pytest.param("x86-64", marks=pytest.mark.thorough)])
-def library(request, tmp_path_factory):
+def library(request):
     """Compiled for this CPU, for AVX2, and for the oldest of its kind, which cannot read float16."""
     if request.param == "native":
         return AVAILABLE
     if platform.machine() != "x86_64" or (request.param == "x86-64-v3" and "AVX" not in capability()):
         pytest.skip("of another kind of CPU")
-    path = tmp_path_factory.mktemp("library") / f"{request.param}.so"
-    source = str(native._SOURCES[0])
-    subprocess.run(["cc", *FLAGS, "-Werror", "-Wall", f"-march={request.param}", source, "-o", path], check=True)
-    return native.Library(path)
+    return compiled(request.param)
 
 
 def capability():

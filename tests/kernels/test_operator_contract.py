@@ -436,7 +436,7 @@ class Calls(TorchDispatchMode):
     "token_shift-finch packed, 17-eager",
 )
 @calls()
-def test_registration(operator, name, backend, monkeypatch):
+def test_registration(operator, name, backend, monkeypatch, request):
     """`torch.library.opcheck` of the operators that a call runs: forward, backward, for one token, in place."""
     backend = "auto" if backend == "eager" and operator.kernels else backend
     take_auto(monkeypatch, operator)
@@ -455,8 +455,8 @@ def test_registration(operator, name, backend, monkeypatch):
                 operator.state(arguments, backend)
     assert noted.found
     for (function, *_), args in noted.found.items():
-        # Tracing of the forward operator traces its backward pass, and is the same with every backend.
-        traced = backend == "triton" or is_backward(function)
+        # Tracing of the forward operator traces its backward pass, and is the same with every backend and call.
+        traced = is_backward(function) or request.node.get_closest_marker("thorough")
         checks = {"test_utils": ("test_schema", "test_faketensor")} if traced else {}
         torch.library.opcheck(function, tuple(args), **checks)
 
