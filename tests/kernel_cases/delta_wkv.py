@@ -153,7 +153,7 @@ for key, value, more in [
     given = {"batch": 1, "heads": 1, "key": key, "value": value, **more}
     EXAMPLES[f"segments, keys of {key}"] = Example(given, KERNELS, patches=SEGMENTS)
     if key == 200:
-        given |= {"dtype": torch.bfloat16, "float32": ("log_w", "initial_state")}
+        given = {**given, "dtype": torch.bfloat16, "float32": ("log_w", "initial_state")}
         EXAMPLES[f"segments, keys of {key}, bfloat16"] = Example(given, KERNELS, 1e-2, SEGMENTS)
 for documents in PACKED:
     EXAMPLES[f"documents {documents}"] = Example({"documents": documents, "heads": 1})
