@@ -120,6 +120,7 @@ class Statement:
         """The module's names that a function in it rebinds."""
         return {name for each in ast.walk(self.node) if isinstance(each, ast.Global) for name in each.names}
 
+    @functools.cached_property
     def bound_inside(self) -> set[str]:
         """The names that functions and classes in it bind, which would hide global names."""
         found = {each.arg for each in ast.walk(self.node) if isinstance(each, ast.arg)}
@@ -393,7 +394,7 @@ class File:
         for one in statements:
             again = [_home(home) for name in one.defines if isinstance(home := one.module.imported.get(name), Name)]
             for other in statements:
-                if other is not one and any(name in again for _, name in other.uses):
+                if again and other is not one and any(name in again for _, name in other.uses):
                     where = f"{other.module.name}, line {other.node.lineno}"
                     raise ValueError(f"{where}: {one.module.name} binds a name again that this uses.")
 
@@ -403,7 +404,7 @@ class File:
         lines = module.lines[first - 1 : statement.node.end_lineno]
         renamed = {local: names[name] for local, name in statement.uses if names[name] != local}
         if renamed:
-            if clash := statement.bound_inside() & renamed.keys():
+            if clash := statement.bound_inside & renamed.keys():
                 raise ValueError(f"{module.name}, line {first}: other names hide the module's {sorted(clash)}.")
             _rename(statement, renamed, lines, first)
         for node in sorted(statement.imports, key=lambda each: each.lineno, reverse=True):
@@ -527,7 +528,13 @@ def merge(
     Raises:
         ValueError: if the code cannot be merged as written. The message names the module and the remedy.
     """
-    packages, modules = packages or {}, sorted(set(modules))
+    packages = {package: tuple(files) for package, files in (packages or {}).items()}
+    return dict(_merge(tuple(sorted(set(modules))), tuple(packages.items()), version))
+
+
+@functools.cache
+def _merge(modules: tuple[str, ...], packages: tuple[tuple[str, tuple], ...], version: str) -> dict[str, str]:
+    packages = dict(packages)
     reached = {module: _reach(load(module).statements) for module in modules}
     kept = set().union(*reached.values())
     everywhere = _reach(

@@ -634,14 +634,20 @@ def _tokens_of(backend: tokenizers.Tokenizer) -> list[bytes]:
 
 
 def _build_backend(tokens: Sequence[bytes], boundary: str) -> tokenizers.Tokenizer:
-    vocabulary = _string_vocabulary(tokens, boundary)
+    vocabulary, pattern = _parts(tuple(tokens), boundary)
     # There are no unknown tokens, because every byte is a token.
     backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=boundary))
     backend.normalizer = normalizers.ByteLevel()
-    backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(_longest_match(tuple(tokens))), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Split(pattern, "isolated")
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(boundary, normalized=False, special=True)])
     return backend
+
+
+@functools.lru_cache(maxsize=4)
+def _parts(tokens: tuple[bytes, ...], boundary: str) -> tuple[dict[str, int], tokenizers.Regex]:
+    """What backends of the same vocabulary share: neither part is changed by anyone."""
+    return _string_vocabulary(tokens, boundary), tokenizers.Regex(_longest_match(tokens))
 
 
 @functools.lru_cache(maxsize=4)

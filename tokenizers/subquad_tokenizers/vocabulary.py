@@ -1,6 +1,8 @@
 """Vocabulary files of RWKV World: one token per line, as its id, a Python literal and its length in bytes."""
 
 import ast
+import functools
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +25,13 @@ def read_vocabulary(path) -> list[bytes]:
         ValueError: if a line is not `id literal length`, a length is wrong, an id or a token occurs twice, the ids are
             not 1, 2, ..., or a byte is not a token. The message names the file and, if there is one, the line.
     """
+    found = os.stat(path)
+    return [*_read(os.fspath(path), found.st_ino, found.st_size, found.st_mtime_ns)]
+
+
+@functools.lru_cache(maxsize=4)
+def _read(path: str, *state: int) -> tuple[bytes, ...]:
+    """`state` changes with the file."""
     tokens: dict[int, bytes] = {}
     line_of: dict[bytes, int] = {}
     with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
@@ -43,7 +52,7 @@ def read_vocabulary(path) -> list[bytes]:
     missing = [byte for byte in range(256) if bytes([byte]) not in line_of]
     if missing:
         raise ValueError(f"{path}: no token for the single bytes {missing}")
-    return [tokens[index] for index in range(1, len(tokens) + 1)]
+    return tuple(tokens[index] for index in range(1, len(tokens) + 1))
 
 
 def _parse_line(line: str, where: str) -> tuple[int, bytes]:
