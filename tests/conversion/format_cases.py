@@ -6,7 +6,7 @@ them in `test_formats.py`; a new format joins by one entry of `CASES`.
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,7 @@ class Case:
         """The tensors under our names."""
         return dict(_made(self)[1])
 
-    @property
+    @cached_property
     def ours(self) -> dict[str, str]:
         """A name of the source to ours, the first one if there are several."""
         source, written = _made(self)
@@ -144,6 +144,7 @@ def make_models_once(known: Format, monkeypatch: pytest.MonkeyPatch) -> None:
         return dict(made[key])
 
     monkeypatch.setattr(known, "shapes", made_once)
+    monkeypatch.setattr(known, "parts", cache(known.parts))
 
 
 def save(path, tensors):

@@ -1,6 +1,7 @@
 """What every source format promises: to be recognised, converted exactly, and refused with reasons if damaged."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -225,6 +226,9 @@ def test_every_tensor_matters(case, fault, monkeypatch):
     assert known.plan(whole, case.fields).tensors
     for name in case.ours:
         info, changed = whole[name], dict(whole)
+        following = re.sub(r"\.(\d+)\.", lambda number: f".{int(number[1]) + 1}.", name, count=1)
+        if fault != "missing" and following in whole:  # of blocks that are alike, the last one is enough
+            continue
         if fault == "missing":
             del changed[name]
         elif fault == "dtype":
@@ -247,8 +251,8 @@ def test_every_tensor_matters(case, fault, monkeypatch):
         else:
             # A matrix with another length may tell another size: then the others do not fit.
             others = [name] if fault == "no axis" else case.ours
-            found = [f"{other} {start}" for other in others for start in ("(shape", changed[other].shape, "has ")]
-            assert any(text in message for text in [*found, *(case.ours[other] for other in others)])
+            found = (f"{other} {start}" for other in others for start in ("(shape", changed[other].shape, "has "))
+            assert any(text in message for text in found) or any(case.ours[other] in message for other in others)
 
 
 @pytest.mark.fast
