@@ -18,6 +18,7 @@ from flash_in_torch import flash_in_torch
 from transformers import AttentionInterface, CLIPVisionConfig
 
 import subquad
+from subquad_tokenizers import RwkvWorldTokenizerFast, write_vocabulary
 
 
 VOCABULARY = 97
@@ -762,6 +763,14 @@ def lively(name: str, **sizes):
     for x in model.parameters():
         torch.nn.init.normal_(x, std=0.5 if x.shape[:-1].numel() < 4 else x.shape[-1] ** -0.5)
     return model
+
+
+def small_world(directory, **options):
+    """A tokenizer of the kind of World, with a vocabulary of bytes and some words that it writes there."""
+    path = directory / "rwkv_vocab_v20230424.txt"
+    words = b"\n\n", b"User", b"Assistant", b"Hello", b" 1", b"one", b"two"
+    write_vocabulary([*(bytes([byte]) for byte in range(256)), *words], path)
+    return RwkvWorldTokenizerFast(str(path), **options)
 
 
 # What several tests need of a case.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import CAUSAL, ENCODERS, each_model, random_ids, tiny_model
+from cases import CAUSAL, ENCODERS, each_model, random_ids, small_world, tiny_model
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from PIL import Image
@@ -37,10 +37,9 @@ from visual_cases import save_visual
 import subquad
 from subquad.hub import export as hub
 from subquad_cli import main
-from subquad_tokenizers import ByteTokenizer, RwkvWorldTokenizerFast
+from subquad_tokenizers import ByteTokenizer
 
 
-TOKENIZERS = {"rwkv6": RwkvWorldTokenizerFast}
 OURS = ("subquad", "subquad_kernels", "subquad_tokenizers", "subquad_conversion")
 
 # Runs in an environment with torch, transformers and their dependencies alone.
@@ -88,7 +87,7 @@ def saved(model_type, path, auto_class=None):
     """A tiny model, saved with its tokenizer."""
     model = tiny_model(model_type, auto_class)
     model.save_pretrained(path)
-    TOKENIZERS.get(model_type, ByteTokenizer)().save_pretrained(path)
+    (small_world(path) if model_type == "rwkv6" else ByteTokenizer()).save_pretrained(path)
     return model
 
 
@@ -325,8 +324,7 @@ def test_saving_with_the_code(model_type, tmp_path):
     assert not list((tmp_path / "plain").glob("*.py"))
     assert "auto_map" not in json.loads((tmp_path / "plain" / "config.json").read_text())
     model.save_pretrained(tmp_path / "saved", self_contained=True)
-    tokenizer = RwkvWorldTokenizerFast()
-    tokenizer.save_pretrained(tmp_path / "saved", self_contained=True)
+    small_world(tmp_path).save_pretrained(tmp_path / "saved", self_contained=True)
     hub.export(tmp_path / "saved", tmp_path / "exported")
     for path in (tmp_path / "exported").iterdir():  # the same both ways
         if path.suffix == ".py" or path.name == "config.json":

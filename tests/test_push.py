@@ -13,7 +13,7 @@ import peft  # before the server starts: bitsandbytes, which it imports, looks f
 import pytest
 import torch
 import transformers
-from cases import random_ids, tiny_model
+from cases import random_ids, small_world, tiny_model
 from hub_server import HubServer
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import HfHubHTTPError
@@ -320,7 +320,7 @@ def test_of_adapters_no_model_is_pushed(server, any_peft):
 
 @pytest.mark.parametrize("tokenizer_class", [ByteTokenizer, RwkvWorldTokenizerFast])
 def test_the_code_of_a_tokenizer_is_pushed_and_otherwise_not_saved(server, tmp_path, tokenizer_class):
-    tokenizer = tokenizer_class()
+    tokenizer = small_world(tmp_path) if tokenizer_class is RwkvWorldTokenizerFast else tokenizer_class()
     with pytest.raises(HfHubHTTPError):
         tokenizer.push_to_hub("user/tokenizer", token="hf_wrong")
     tokenizer.push_to_hub("user/tokenizer", commit_message="Words")

@@ -749,7 +749,10 @@ CASES = {
 }
 
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+# The first case of each model type and language model: for what no layout changes.
+_FIRST = {(x.model_type, x.text and x.sizes[x.text]["model_type"]): x for x in reversed(CASES.values())}
+each_type = pytest.mark.parametrize("case", _FIRST.values(), ids=lambda case: case.format)
 # Without the models that have no vocabulary head.
-each_case_with_head = pytest.mark.parametrize(
-    "case", [pytest.param(case, id=name) for name, case in CASES.items() if case not in EMBEDDING_CASES]
+each_type_with_head = pytest.mark.parametrize(
+    "case", [x for x in _FIRST.values() if x not in EMBEDDING_CASES], ids=lambda case: case.format
 )

@@ -6,7 +6,16 @@ import re
 import pytest
 import torch
 from byte_level_bpe import TEXT, write_byte_level_bpe
-from format_cases import CASES, EMBEDDING_CASES, each_case, each_case_with_head, load_whole, make_models_once, notes_of
+from format_cases import (
+    CASES,
+    EMBEDDING_CASES,
+    each_case,
+    each_type,
+    each_type_with_head,
+    load_whole,
+    make_models_once,
+    notes_of,
+)
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
@@ -17,7 +26,6 @@ from subquad_conversion.checkpoint import TensorInfo
 from subquad_conversion.registry import find_format, open_source
 
 
-each_dtype = pytest.mark.parametrize("dtype", ["keep", "bfloat16"])
 # Shapes that a tensor does not have, from the one that it has. Vectors with axes of length 1 may have these anywhere.
 RESHAPED = {
     "no axis": lambda shape: (),
@@ -26,7 +34,12 @@ RESHAPED = {
     "too many rows": lambda shape: (2**62, *shape[1:]) if shape else shape,
     "transposed": lambda shape: shape[::-1] if len(shape) == 2 else shape,
 }
-each_container = pytest.mark.parametrize("container", [".pth", ".safetensors"])
+
+
+def each_case_with(name, first, second):
+    """Every second case has the second value."""
+    values = [(case, (first, second)[n % 2]) for n, case in enumerate(CASES.values())]
+    return pytest.mark.parametrize(("case", name), values, ids=list(CASES))
 
 
 def infos(case):
@@ -41,8 +54,7 @@ def known_format(case):
 
 
 @pytest.mark.fast
-@each_container
-@each_case
+@each_case_with("container", ".pth", ".safetensors")
 def test_recognised_by_its_tensors(case, container, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(case.fields))
     half = {name: x.bfloat16() if x.is_floating_point() else x for name, x in case.tensors.items()}
@@ -58,8 +70,7 @@ def test_no_other_format_claims_it(case):
     assert [known.name for known in FORMATS if known.matches(infos(case))] == [case.format]
 
 
-@pytest.mark.parametrize("wrapper", ["_orig_mod.", "_orig_mod.module."])
-@each_case
+@each_case_with("wrapper", "_orig_mod.", "_orig_mod.module.")
 def test_wrapped_names(case, wrapper, tmp_path):
     """As data parallel and compiled models are saved, and those of which parts are compiled."""
     prefix, last = case.block
@@ -71,7 +82,7 @@ def test_wrapped_names(case, wrapper, tmp_path):
         assert all(torch.equal(checkpoint.read(name), x) for name, x in case.tensors.items())
 
 
-@each_case
+@each_type
 def test_a_training_state(case, tmp_path):
     torch.save({"model": case.tensors, "step": 1}, tmp_path / "state.pt")
     with pytest.raises(ConversionError, match="It is a training state: save its 'model' entry to a file of its own"):
@@ -81,8 +92,7 @@ def test_a_training_state(case, tmp_path):
 # --- conversion ---
 
 
-@each_dtype
-@each_case
+@each_case_with("dtype", "keep", "bfloat16")
 def test_round_trip(case, dtype, tmp_path):
     """Every tensor is written under our name, the model loads whole, and what is written converts to itself."""
     (tmp_path / "config.json").write_text(json.dumps(case.fields))
@@ -133,7 +143,7 @@ def test_a_source_directory(case, tmp_path, capsys):
     assert AutoTokenizer.from_pretrained(tmp_path / "model")(TEXT)["input_ids"] == expected
 
 
-@each_case_with_head
+@each_type_with_head
 def test_tied_heads(case, tmp_path):
     """A head that the configuration ties is not written, and must be equal to the embeddings if it is there."""
     config = tmp_path / "config.json"
@@ -169,7 +179,7 @@ def test_tied_heads(case, tmp_path):
 # --- configurations that do not fit ---
 
 
-@each_case
+@each_type
 def test_sizes_that_the_tensors_replace(case, tmp_path):
     """All that contradict nothing else; the source's own sizes are in the notes."""
     sizes = case.sizes[case.text] if case.text else case.sizes
@@ -186,7 +196,7 @@ def test_sizes_that_the_tensors_replace(case, tmp_path):
     assert {name: getattr(config, name) for name in told} == {name: sizes[name] for name in told}
 
 
-@each_case
+@each_type
 def test_a_configuration_of_another_model(case, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mega"}))
     source = case.write_file(tmp_path / "trained.pth")
@@ -198,7 +208,7 @@ def test_a_configuration_of_another_model(case, tmp_path):
 
 
 @pytest.mark.parametrize("option", ["head_size_divisor", "grid_size"])
-@each_case
+@each_type
 def test_options_of_other_architectures(case, option, tmp_path):
     text_type = case.sizes[case.text]["model_type"] if case.text else case.model_type
     classes = [getattr(subquad, subquad.ARCHITECTURES[name][1]) for name in (case.model_type, text_type)]
@@ -281,7 +291,7 @@ def test_one_error_lists_all_that_does_not_fit(case, tmp_path):
     assert str(error.value) in [f"{head}{', '.join(order)}." for order in (faults, faults[::-1])]
 
 
-@each_case
+@each_type
 def test_a_stray_block_does_not_ask_for_millions_of_tensors(case, tmp_path):
     tensors = case.tensors | {f"{case.block[0]}99999999.stray.weight": torch.zeros(3)}
     (tmp_path / "config.json").write_text(json.dumps(case.fields))
@@ -301,9 +311,9 @@ def test_one_name_twice(case, tmp_path):
 # --- files that do not fit, and failures ---
 
 
-@each_container
-@each_case
-def test_a_truncated_file(case, container, tmp_path):
+@pytest.mark.parametrize("container", [".pth", ".safetensors"])
+def test_a_truncated_file(container, tmp_path):
+    case = CASES["visual-rwkv6"]
     source = case.write_file(tmp_path / f"trained{container}")
     whole = source.read_bytes()
     for kept in (0, 8, len(whole) // 2, len(whole) - 9):

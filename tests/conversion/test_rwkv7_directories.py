@@ -156,9 +156,7 @@ def check_converted(source, directory):
     check_logits(AutoModelForCausalLM.from_pretrained(directory))
 
 
-@pytest.mark.quick_cases("*-True")
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("form", FIELDS)
+@pytest.mark.parametrize(("form", "again"), [("thin", False), ("bundled", True), ("adapter", False), ("later", True)])
 def test_a_directory_of_rwkv7_hf(form, again, tmp_path):
     dtype = torch.float16 if form in ("bundled", "later") else torch.float32
     source = rwkv7_hf(tmp_path / "source", FIELDS[form], dtype=dtype, again=again)
@@ -225,8 +223,7 @@ def test_packed_weights_of_rwkv7_hf_are_refused(bits, tmp_path):
     assert not (tmp_path / "converted").exists()
 
 
-@pytest.mark.parametrize("axes", [2, 4])
-@pytest.mark.parametrize("layout", ["blocks", "linear_attn"])
+@pytest.mark.parametrize(("layout", "axes"), [("blocks", 4), ("linear_attn", 2)])
 def test_a_directory_of_rwkv_rs(layout, axes, tmp_path):
     """Also with `r_k` of shape (1, 1, heads, head_dim)."""
     weights = {

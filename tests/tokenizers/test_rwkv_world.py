@@ -9,6 +9,7 @@ import sys
 import pytest
 import tokenizers
 import torch
+from cases import small_world
 from transformers import (
     AddedToken,
     AutoTokenizer,
@@ -576,9 +577,10 @@ def test_chat_template_of_thoughts(world):
 
 
 @pytest.mark.parametrize("text", ["", "Sure: ", "```python\n", "Sure:\n\n1.", "def f():\n    "])
-def test_an_answer_that_is_continued(text, world, tmp_path):
+def test_an_answer_that_is_continued(text, tmp_path):
     """The prompt ends with the beginning of the answer as it is given, also without this package."""
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": text}]
+    world = small_world(tmp_path)
     world.save_pretrained(tmp_path)
     for tokenizer in (world, PreTrainedTokenizerFast.from_pretrained(tmp_path)):
         prompt = tokenizer.apply_chat_template(chat, tokenize=False, continue_final_message=True)
@@ -626,8 +628,9 @@ def test_chat_template_of_tools(world):
 
 
 @pytest.mark.parametrize("kind", ["as made", "saved", "of an earlier version"])
-def test_assistant_mask(kind, world, tmp_path):
+def test_assistant_mask(kind, tmp_path):
     """Files have the marks of an assistant's turn in comments, or not, as earlier versions and others write them."""
+    world = small_world(tmp_path)
     world.save_pretrained(tmp_path)
     if kind == "of an earlier version":
         template = (tmp_path / "chat_template.jinja").read_text(encoding="utf-8")
@@ -772,12 +775,11 @@ def test_arguments_of_a_call_as_they_are_written(world):
 
 def test_response_template_of_other_files(tmp_path):
     """It belongs to the turns of World, is saved, and knows the spelling of id 0."""
-    cls = RwkvWorldTokenizerFast
-    assert cls(chat_template=None).response_template is None
-    assert cls(chat_template="{{ messages[0].content }}").response_template is None
-    assert cls(response_template={}).response_template == {}
-    cls(added_tokens_decoder={0: AddedToken("<s>")}).save_pretrained(tmp_path)
-    loaded = cls.from_pretrained(tmp_path)
+    assert small_world(tmp_path, chat_template=None).response_template is None
+    assert small_world(tmp_path, chat_template="{{ messages[0].content }}").response_template is None
+    assert small_world(tmp_path, response_template={}).response_template == {}
+    small_world(tmp_path, added_tokens_decoder={0: AddedToken("<s>")}).save_pretrained(tmp_path)
+    loaded = RwkvWorldTokenizerFast.from_pretrained(tmp_path)
     assert loaded.parse_response(" <s", prefix="Assistant:")["content"] == "<s"
     assert loaded.parse_response(" x<s>", prefix="Assistant:")["content"] == "x"
 
@@ -785,9 +787,9 @@ def test_response_template_of_other_files(tmp_path):
 @pytest.mark.parametrize(("bos", "eos"), [(True, False), (True, True)])
 def test_what_is_added_to_a_text_is_saved(bos, eos, tmp_path):
     cls = RwkvWorldTokenizerFast
-    tokenizer = cls(add_bos_token=bos, add_eos_token=eos)
+    plain, tokenizer = small_world(tmp_path), small_world(tmp_path, add_bos_token=bos, add_eos_token=eos)
     tokenizer.save_pretrained(tmp_path)
-    one, two = cls()("one").input_ids, cls()("two").input_ids
+    one, two = plain("one").input_ids, plain("two").input_ids
     begin, end = [0] * bos, [0] * eos
     for other in (tokenizer, cls.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)):
         assert (other.add_bos_token, other.add_eos_token) == (bos, eos)
@@ -809,7 +811,7 @@ def test_what_is_added_to_a_text_is_saved(bos, eos, tmp_path):
 @pytest.mark.parametrize("flags", [{"lstrip": True}, {"rstrip": True}])
 def test_added_tokens_that_take_spaces(flags, tmp_path):
     texts = ("a <m> b", "<m>", "a<m>b", "  <m>  <m> ", "\n<m>\n", "a <n> <m>")
-    tokenizer = RwkvWorldTokenizerFast()
+    tokenizer = small_world(tmp_path)
     tokenizer.add_tokens([AddedToken("<m>", **flags), "<n>"])
     tokenizer.save_pretrained(tmp_path)
     ids = tokenizer(list(texts)).input_ids
