@@ -223,7 +223,7 @@ def assert_same(tokenizer, other):
 @pytest.mark.fast
 @pytest.mark.parametrize("changed", [False, True], ids=["as made", "changed"])
 def test_save_and_load(changed, tmp_path, world):
-    tokenizer = copy.deepcopy(world)
+    tokenizer = copy.deepcopy(world) if changed else small_world(tmp_path)
     if changed:
         tokenizer.add_tokens(["<new>"])
         tokenizer.add_special_tokens({"eos_token": "<end>"})
