@@ -56,8 +56,8 @@ TEXTS = {
     "spaces": " " * 1000 + "x" + " " * 127,
     "newlines": "\n" * 1000 + " \n\t\r\n" * 50 + "\r" * 40,
     "long run": "a" * 3000 + "=" * 300 + "。\n" * 30 + "0" * 500 + "\u3000" * 100,
-    "unicode": _random_unicode(0, 5_000),
-    "letters": "".join(random.Random(1).choices("abcABC019 _-.(\n", k=5_000)),
+    "unicode": _random_unicode(0, 10_000),
+    "letters": "".join(random.Random(1).choices("abcABC019 _-.(\n", k=10_000)),
 }
 
 

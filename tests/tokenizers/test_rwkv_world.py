@@ -282,8 +282,9 @@ def test_directories_of_the_class_in_python(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["用户：", "龘", "😀", "User:"])
-def test_texts_that_end_an_answer(text, world):
+def test_texts_that_end_an_answer(text, tmp_path):
     """A stop string may be several tokens, and parts of characters."""
+    world = small_world(tmp_path)
     ids = world.encode(f"好的。{text}")
     stop = StopStringCriteria(world, [text])
     assert stop(torch.tensor([ids]), None).all() and not stop(torch.tensor([ids[:-1]]), None).any()
