@@ -37,7 +37,7 @@ TEXTS = [
     "\n  Brussels",
 ]
 QUESTION = "Where is the Atomium?"
-sides = pytest.mark.parametrize("padding_side", ["left", "right"])
+SIDES = ("left", "right")
 
 
 def tiny(head: str, tokenizer, chunk_size: int = 16, **fields):
@@ -61,13 +61,12 @@ def tokenizer():
 def load(tokenizer, tmp_path):
     """A pipeline that reads its model and its tokenizer from a directory, as a user's would; and the model."""
 
-    def load(task, head, padding_side="right", **options):
+    def load(task, head, **options):
         model = tiny(head, tokenizer, **(LABELS if "Classification" in head else {}))
         model.save_pretrained(tmp_path)
         tokenizer.save_pretrained(tmp_path)
         pipe = pipeline(task, model=str(tmp_path), device="cpu", **options)
         assert type(pipe.model) is type(model) and pipe.tokenizer.is_fast
-        pipe.tokenizer.padding_side = padding_side
         return pipe, model
 
     return load
@@ -89,12 +88,12 @@ def run(model, tokenizer, *text):
 
 
 @pytest.mark.fast
-@sides
-def test_fill_mask(load, tokenizer, padding_side):
-    pipe, model = load("fill-mask", "ForMaskedLM", padding_side)
+def test_fill_mask(load, tokenizer):
+    pipe, model = load("fill-mask", "ForMaskedLM")
     texts = ["The Eiffel tower is in [MASK], and", "[MASK] upon", TEXT * 2 + "The Eiffel [MASK]"]
     single = [pipe(text, top_k=4) for text in texts]
-    assert close(pipe(texts, top_k=4, batch_size=2), single)
+    for pipe.tokenizer.padding_side in SIDES:
+        assert close(pipe(texts, top_k=4, batch_size=2), single)
     for text, guesses in zip(texts, single, strict=True):
         ids = tokenizer(text)["input_ids"]
         probabilities = run(model, tokenizer, text).logits[0, ids.index(tokenizer.mask_token_id)].softmax(-1)
@@ -108,9 +107,8 @@ def test_fill_mask(load, tokenizer, padding_side):
     assert only["token_str"] == " in" and only["sequence"] == "The Eiffel tower is in in, and"
 
 
-@sides
-def test_token_classification(load, tokenizer, padding_side):
-    pipe, model = load("token-classification", "ForTokenClassification", padding_side, ignore_labels=[])
+def test_token_classification(load, tokenizer):
+    pipe, model = load("token-classification", "ForTokenClassification", ignore_labels=[])
 
     def classify(*arguments, **options):
         results = pipe(*arguments, **options)
@@ -119,7 +117,8 @@ def test_token_classification(load, tokenizer, padding_side):
         return results
 
     single = [classify(text) for text in TEXTS]
-    assert close(classify(TEXTS, batch_size=2), single)
+    for pipe.tokenizer.padding_side in SIDES:
+        assert close(classify(TEXTS, batch_size=2), single)
     for text, result in zip(TEXTS, single, strict=True):
         encoding = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
         assert [(entity["start"], entity["end"]) for entity in result] == encoding["offset_mapping"]
@@ -239,8 +238,7 @@ def qa(tokenizer):
     return pipeline("question-answering", model=model, tokenizer=tokenizer, device="cpu")
 
 
-@pytest.mark.parametrize("max_answer_len", [1, 4, 15, 1000])
-@pytest.mark.parametrize("impossible", [False, True])
+@pytest.mark.parametrize(("max_answer_len", "impossible"), [(1, True), (4, False), (15, True), (1000, False)])
 def test_answers_are_those_of_a_search_through_all(qa, max_answer_len, impossible):
     options = {"max_answer_len": max_answer_len, "handle_impossible_answer": impossible}
     for context in (TEXT, *TEXTS):
@@ -268,9 +266,13 @@ def test_a_long_passage_is_read_at_once(qa, monkeypatch):
 
 
 @pytest.mark.fast
-@sides
 @pytest.mark.parametrize(
-    "cutting", [{}, {"max_seq_len": 60, "doc_stride": 5}, {"max_seq_len": 60, "padding": "max_length"}]
+    ("padding_side", "cutting"),
+    [
+        ("left", {}),
+        ("right", {"max_seq_len": 60, "doc_stride": 5}),
+        ("left", {"max_seq_len": 60, "padding": "max_length"}),
+    ],
 )
 def test_answers_of_a_batch(qa, monkeypatch, padding_side, cutting):
     monkeypatch.setattr(qa.tokenizer, "padding_side", padding_side)
@@ -301,9 +303,10 @@ def test_one_question_for_several_passages(qa):
 CONTEXT = "The Ätomium, after all, is in Brüssels; thé Eiffel Tower is ELSEWHERE, and neither is hére or there."
 
 
-@pytest.mark.parametrize("kind", ["bert", "modernbert"])
-@pytest.mark.parametrize(("max_seq_len", "doc_stride"), [(40, 0), (25, 6)])
-@pytest.mark.parametrize("impossible", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "max_seq_len", "doc_stride", "impossible"),
+    [("bert", 40, 0, True), ("bert", 25, 6, False), ("modernbert", 40, 0, False), ("modernbert", 25, 6, True)],
+)
 def test_other_models_read_pieces(kind, max_seq_len, doc_stride, impossible):
     model, tokenizer = transformer(kind), word_piece()
     if kind == "modernbert":
@@ -441,8 +444,7 @@ def test_a_task_of_transformers_stays(monkeypatch):
 # sentence-transformers.
 
 
-@sides
-def test_sentence_transformers(tokenizer, tmp_path, padding_side):
+def test_sentence_transformers(tokenizer, tmp_path):
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 
@@ -452,8 +454,8 @@ def test_sentence_transformers(tokenizer, tmp_path, padding_side):
     by_hand = SentenceTransformer(modules=[Transformer(str(tmp_path)), Pooling(32, "mean")], device="cpu")
     by_path = SentenceTransformer(str(tmp_path), device="cpu")
     expected = torch.cat([run(model.model, tokenizer, text).last_hidden_state.mean(1) for text in TEXTS])
-    for encoder in (by_hand, by_path):
-        encoder.tokenizer.padding_side = padding_side
+    for encoder, side in zip((by_hand, by_path), SIDES, strict=True):
+        encoder.tokenizer.padding_side = side
         batched = encoder.encode(TEXTS, batch_size=3, convert_to_tensor=True)
         torch.testing.assert_close(batched, expected, atol=1e-5, rtol=1e-5)
     by_hand.save(str(tmp_path / "saved"))

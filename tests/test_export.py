@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import CASES, GREEDY, each_causal, each_model, random_ids, tiny_model
+from cases import CASES, GREEDY, each_model, random_ids, tiny_model
 from transformers import AutoTokenizer, GenerationConfig
 
 import subquad
@@ -80,7 +80,7 @@ def test_forward_of_any_size(model_type):
 
 
 @pytest.mark.quick_cases("rwkv6", "avey")
-@each_causal
+@pytest.mark.parametrize("model_type", ["rwkv6", "rwkv7_deep_embed", "avey", "raven", "gecko"])
 @torch.no_grad()
 def test_programs_generate(model_type, tmp_path):
     # Layers of every kind.

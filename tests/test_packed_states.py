@@ -2,15 +2,20 @@
 
 import pytest
 import torch
-from cases import CASES, TEXT, VARIANTS, each
+from cases import CASES, each_with
 
 from subquad import PrefixCache
 from subquad.states.packed_states import DTYPES, SCALE, pack, unpack, unpack_states
 
 
-@pytest.mark.quick_cases("*-rwkv?", "*-avey", "*-raven-both", "*-gecko")
-@each(*TEXT, *VARIANTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["model32", "model16"])
+@pytest.mark.quick_cases("rwkv?-*", "avey-*", "raven-both-*", "gecko-*")
+@each_with(
+    "dtype",
+    [torch.float32, torch.bfloat16],
+    map(CASES.get, ("rwkv7", "avey", "raven-both", "gecko")),
+    [torch.float32],
+    map(CASES.get, ("rwkv5", "rwkv6", "rwkv7_deep_embed", "rwkv7_deep_embed-a", "raven-swa", "gecko-chunk-64")),
+)
 def test_rounding(case, dtype):
     """Each number is within half a step of its row; all else is exact, and packing again changes nothing."""
     model, ids = case.model().to(dtype), case.ids(1, 70)

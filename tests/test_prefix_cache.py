@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from cases import CASES, GREEDY, TEXT, TRAINED_GENERATING, VARIANTS, each, padded
+from cases import CASES, GREEDY, TEXT, VARIANTS, each, each_with, padded
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from transformers import GenerationConfig
@@ -45,7 +45,7 @@ def few_shot(case, questions, shared=50):
 
 @pytest.mark.quick_cases("rwkv?", "avey", "raven", "gecko")
 @pytest.mark.fast
-@each(*TEXT, *VARIANTS, *TRAINED_GENERATING)
+@each(*TEXT, CASES["raven-both"])
 def test_answers_are_the_same(case):
     model, options = case.model(), {"max_new_tokens": 5, **GREEDY}
     texts = few_shot(case, 4)
@@ -114,9 +114,6 @@ def test_room():
     assert len(prefixes) == 0
 
 
-BATCHED = each(*TEXT, *VARIANTS)
-
-
 def unread(texts, shortest):
     """The tokens of a batch that must be read, if equal beginnings of at least `shortest` tokens are read once."""
     tokens, seen = 0, set()
@@ -128,9 +125,14 @@ def unread(texts, shortest):
     return tokens
 
 
-@pytest.mark.quick_cases("*-rwkv?", "*-avey", "*-raven", "*-raven-both", "*-gecko")
-@BATCHED
-@pytest.mark.parametrize("side", ["left", "anywhere"])
+@pytest.mark.quick_cases("rwkv?-*", "avey-*", "raven-both-*", "gecko-*")
+@each_with(
+    "side",
+    ["left", "anywhere"],
+    [FINCH, CASES["avey"]],
+    ["anywhere"],
+    [case for case in (*TEXT, *VARIANTS) if case.name not in ("rwkv6", "avey")],
+)
 def test_batches(case, side):
     """Each row continues from its longest beginning, with any padding, as if it were alone."""
     model, shared = case.model().double(), case.ids(1, 50)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import CASES, each_head, each_model, lm_class, model_class, random_ids, tiny_model
+from cases import CASES, CAUSAL, ENCODERS, lm_class, model_class, random_ids, tiny_model
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
 from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig, IntxWeightOnlyConfig
@@ -15,6 +15,8 @@ from torchao.quantization.granularity import PerGroup
 from torchao.utils import TorchAOBaseTensor
 from transformers import BitsAndBytesConfig, TorchAoConfig
 from transformers.integrations.bitsandbytes import dequantize_bnb_weight
+
+import subquad
 
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "quantize.py"
@@ -82,9 +84,15 @@ def assert_near(found, expected, tolerance):
     assert (found - expected).norm() / expected.norm() < tolerance
 
 
-@pytest.mark.quick_cases("*-rwkv6", "*-raven", "*-avey-b", "int8-*")
-@each_model
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.quick_cases("rwkv6-*", "raven-*", "avey-b-*")
+@pytest.mark.parametrize(
+    ("model_type", "method"),
+    [
+        (name, method)
+        for n, name in enumerate(CAUSAL | ENCODERS)
+        for method in (list(METHODS)[n % 3], list(METHODS)[3 + n % 2])  # one of each package
+    ],
+)
 def test_quantized(model_type, method, tmp_path):
     """Every linear layer below the head is quantised, nothing else is touched, and nothing else changes the result."""
     source, ids = model_of(model_type), random_ids(2, 20)
@@ -112,9 +120,19 @@ def test_quantized(model_type, method, tmp_path):
     assert torch.equal(again(ids).logits, logits)
 
 
-@pytest.mark.quick_cases("*-rwkv6-*", "int8-*ForCausalLM", "int8-avey-b-*", "nf4-raven-*ForCausalLM")
-@each_head
-@pytest.mark.parametrize("method", ["int8", "nf4"])
+# Every head of two architectures, and of the others the one for language.
+HEADS = [
+    (name, auto_class)
+    for name in CAUSAL | ENCODERS
+    for auto_class in subquad.ARCHITECTURES[name][2]
+    if auto_class == lm_class(name) or name in ("rwkv6", "avey-b")
+]
+
+
+@pytest.mark.quick_cases("rwkv6-*", "raven-*", "avey-b-*")
+@pytest.mark.parametrize(
+    ("model_type", "auto_class", "method"), [(*head, ("int8", "nf4")[n % 2]) for n, head in enumerate(HEADS)]
+)
 def test_lora_on_quantized_weights(model_type, auto_class, method, tmp_path):
     """A head made anew stays in float and is trained along."""
     source, ids = model_of(model_type, auto_class), random_ids(2, 20)
@@ -150,7 +168,7 @@ def test_lora_on_quantized_weights(model_type, auto_class, method, tmp_path):
 
 
 @pytest.mark.fast
-@each_model
+@pytest.mark.parametrize("model_type", ["rwkv6", "raven", "avey-b"])
 def test_merging_into_int8(model_type, tmp_path):
     """What is merged is quantised anew."""
     model_of(model_type).save_pretrained(tmp_path)

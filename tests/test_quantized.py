@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from cases import GREEDY, each_head, each_model, each_model_case, lm_class, model_class, random_ids, tiny_model
+from cases import GREEDY, each_model, each_model_case, lm_class, model_class, random_ids, tiny_model
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -46,8 +46,7 @@ def in_float(quantized, source):
     return source
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@METHODS
+@pytest.mark.parametrize(("method", "tied"), [(subquad.Int8Config, True), (subquad.Int4Config, False)])
 @each_model_case
 def test_weights_and_files(case, method, tied, tmp_path):
     """The matrices are rounded, all else is as it was, and a file gives the same model and the same file again."""
@@ -92,11 +91,10 @@ def test_weights_and_files(case, method, tied, tmp_path):
     assert again.num_parameters() == source.num_parameters()
 
 
-@METHODS
 @each_model
-def test_bfloat16(model_type, method, tmp_path):
+def test_bfloat16(model_type, tmp_path):
     """The other weights have the dtype that is asked for, the scales stay float32, also if the model is cast."""
-    ids, model = random_ids(2, 9), load(tiny_model(model_type), tmp_path, method, dtype="bfloat16")
+    ids, model = random_ids(2, 9), load(tiny_model(model_type), tmp_path, subquad.Int4Config, dtype="bfloat16")
     assert model.dtype == model(ids).logits.dtype == torch.bfloat16
     cast = copy.deepcopy(model).to(torch.float32)
     assert cast.dtype == cast(ids).logits.dtype == torch.float32
@@ -105,7 +103,10 @@ def test_bfloat16(model_type, method, tmp_path):
         assert torch.equal(layer.weight_scale, model.get_submodule(name).weight_scale)
 
 
-@each_head
+@pytest.mark.parametrize(
+    ("model_type", "auto_class"),
+    [(name, auto_class) for name in ("rwkv7", "avey-b") for auto_class in subquad.ARCHITECTURES[name][2]],
+)
 def test_heads(model_type, auto_class, tmp_path):
     """A head that is no language model's stays in floating point, and may be made anew."""
     source = tiny_model(model_type)
@@ -144,11 +145,11 @@ def test_excluded_layers(tmp_path):
         subquad.Int8Config(bits=4)
 
 
-@METHODS
 @pytest.mark.fast
-def test_generation_and_compilation(method, tmp_path):
+def test_generation_and_compilation(tmp_path):
     """A row of a batch writes what it writes alone, and a compiled model computes the same."""
-    model, ids = load(tiny_model("rwkv6"), tmp_path, method), random_ids(3, 9)
+    model, ids = load(tiny_model("rwkv6", num_hidden_layers=1), tmp_path, subquad.Int4Config), random_ids(3, 9)
+    assert len({*map(type, integer_layers(model).values())}) == 3  # layers of every kind
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
     batch = model.generate(ids, attention_mask=mask, max_new_tokens=8, **GREEDY)

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from cases import CAUSAL, each_causal, tiny_model
+from cases import tiny_model
 from chat_cases import save_speaker
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -35,11 +35,11 @@ GREEDY = {"max_tokens": 12, "temperature": 0}
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """
-    What the server is asked for: every architecture with a byte tokenizer, a model with the World tokenizer, and
-    finch-abc as `subquad export` makes it, in the cache of the Hub.
+    What the server is asked for: architectures of several kinds with a byte tokenizer, a model with the World
+    tokenizer, and finch-abc as `subquad export` makes it, in the cache of the Hub.
     """
     directory = tmp_path_factory.mktemp("models")
-    for model_type in CAUSAL:
+    for model_type in ("rwkv7", "avey", "gecko"):
         model = tiny_model(model_type, vocab_size=128)
         model.generation_config.eos_token_id = None  # it goes on for ever
         model.save_pretrained(directory / model_type)
@@ -54,6 +54,12 @@ def models(tmp_path_factory):
     (repository / "snapshots").mkdir()
     hub.export(subquad.embedded_model("finch-abc"), repository / "snapshots" / ("0" * 40))
     return directory
+
+
+@pytest.fixture(scope="module")
+def world(models):
+    """The path of the model with the World tokenizer, and both, loaded here."""
+    return str(models / "world"), *load(models / "world")
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +124,7 @@ def complete(client, **options):
     return client.completions.create(**options).choices[0].text
 
 
-@each_causal
+@pytest.mark.parametrize("model_type", ["rwkv7", "avey"])
 def test_completion(client, models, model_type):
     path = str(models / model_type)
     expected = continuation(*load(path), HEADER)
@@ -132,8 +138,8 @@ def test_completion(client, models, model_type):
     assert last.choices[0].finish_reason == "length" and last.usage.completion_tokens == 12
 
 
-def test_chat(client, url, models):
-    path = str(models / "world")
+def test_chat(client, url, models, world):
+    path, model, tokenizer = world
     messages = [
         {"role": "system", "content": "You are a bird."},
         {"role": "user", "content": "Hello,\r\n\r\n世界!"},
@@ -141,21 +147,21 @@ def test_chat(client, url, models):
         {"role": "user", "content": [{"type": "text", "text": "Why?"}]},
     ]
     request = {"model": path, "messages": messages, "temperature": 0, "max_tokens": 40}
-    expected = continuation(*load(path), messages, max_new_tokens=40)
-    message = load(path)[1].parse_response(expected, prefix="Assistant:")
+    expected = continuation(model, tokenizer, messages, max_new_tokens=40)
+    message = tokenizer.parse_response(expected, prefix="Assistant:")
     (choice,) = client.chat.completions.create(**request).choices
     assert (choice.message.role, choice.message.content) == (message["role"], message["content"])
     # A character of several bytes comes when it is complete.
     chunks = [chunk.choices[0].delta.content or "" for chunk in client.chat.completions.create(stream=True, **request)]
     assert "".join(chunks) == expected and sum(map(bool, chunks)) > 30 and not expected.isascii()
     with connect(url) as another, pytest.raises(openai.InternalServerError):  # this tokenizer has no chat template
-        another.chat.completions.create(**request | {"model": str(models / "rwkv6")})
+        another.chat.completions.create(**request | {"model": str(models / "rwkv7")})
 
 
-def test_responses(client, url, models):
-    path = str(models / "world")
+def test_responses(client, world):
+    path, *loaded = world
     messages = [{"role": "user", "content": "Why?"}]
-    expected = continuation(*load(path), messages, max_new_tokens=20)
+    expected = continuation(*loaded, messages, max_new_tokens=20)
     request = {"model": path, "input": messages, "temperature": 0, "max_output_tokens": 20}
     assert client.responses.create(stream=False, **request).output_text == expected
     events = client.responses.create(stream=True, **request)
@@ -214,7 +220,7 @@ def test_requests_at_once(client, models):
 
 def test_a_client_that_goes_away(client, models):
     """The model is free for the next request, and answers it as if the first had not been."""
-    request = {"model": str(models / "raven"), "prompt": "X:1\n", "temperature": 0}
+    request = {"model": str(models / "gecko"), "prompt": "X:1\n", "temperature": 0}
     expected = complete(client, max_tokens=5, **request)
     # The server notices at once, or only when Python next collects garbage: then it makes the whole answer.
     stream = client.completions.create(max_tokens=4000, stream=True, **request)
@@ -281,7 +287,7 @@ def test_stop(client):
     assert streamed == whole[: whole.index("\n") + 1]
 
 
-def test_client_example(models, url, capsys, monkeypatch):
+def test_client_example(url, world, capsys, monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     example = importlib.import_module("serve_client")
 
@@ -292,14 +298,14 @@ def test_client_example(models, url, capsys, monkeypatch):
 
     assert run().splitlines()[0] == FINCH  # newer servers also list what they have loaded
 
-    path = str(models / "world")
+    path, *loaded = world
     arguments = ("--complete", "--model", FINCH, "--temperature", "0", "--max-tokens", "20")
     model, tokenizer = load(subquad.embedded_model("finch-abc"))
     assert run(HEADER, *arguments) == continuation(model, tokenizer, HEADER, max_new_tokens=20) + "\n"
     assert run(HEADER, *arguments, "--stop", "|").endswith("|\n")
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
     arguments = ("Why?", "--system", "Be brief.", "--model", path, "--temperature", "0", "--max-tokens", "12")
-    assert run(*arguments) == continuation(*load(path), messages) + "\n"
+    assert run(*arguments) == continuation(*loaded, messages) + "\n"
     with pytest.raises(SystemExit):
         run("Why?")
 
