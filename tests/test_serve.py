@@ -91,7 +91,7 @@ def url(models):
                 time.sleep(0.2)
             yield f"http://localhost:{port}/v1"
         finally:
-            process.terminate()
+            process.kill()  # its own end takes seconds
 
 
 def connect(url):

@@ -17,8 +17,6 @@ from subquad_tokenizers import WORLD_CHAT_TEMPLATE
 CHAT = [{"role": "user", "content": "é\ud800 < 3"}, {"role": "assistant", "content": "So.\n"}]
 LARGE = [
     "{{ '%3000000000s' % 'a' }}",
-    "{{ 'a' * 3000000000 }}",
-    "{{ 'a' | center(3000000000) }}",
     "{{ 'a'.ljust(3000000000) }}",
     "{% set x = namespace(y='aaaaaaaa') %}{% for i in range(40) %}{% set x.y = x.y ~ x.y %}{% endfor %}",
     "{% for i in range(99999) %}{% for i in range(99999) %}aaaaaaaaaaaaaaaaaaaaaa{% endfor %}{% endfor %}",
