@@ -19,7 +19,7 @@ SILENT = [n for n in range(128) if not chr(n).isalpha()]
 
 def save_model(path, case=CASES["rwkv6"], end=END, template=TEMPLATE, seed=0):
     """A tiny model over bytes whose most likely token changes."""
-    model = case.model(seed=seed, vocab_size=128)
+    model = case.model(seed=seed, vocab_size=128, num_hidden_layers=1)
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(4)
     model.generation_config.suppress_tokens = SILENT

@@ -123,6 +123,7 @@ class Convert:
         self.work()
         convert(self.path, path.parent / "expected", progress=False)
         self.expected = (path.parent / "expected" / "model.safetensors").read_bytes()
+        self.check()
 
     def work(self):
         convert(self.source, self.path, to=self.to, progress=False)
@@ -145,8 +146,15 @@ class ConvertFile(Convert):
 
 
 @only_on_linux
-@pytest.mark.parametrize("kill", [False, True], ids=["exception", "signal"])
-@pytest.mark.parametrize("kind", [Generate, Save, SaveTuned, Convert, ConvertFile])
+@pytest.mark.parametrize(
+    ("kind", "kill"),
+    [
+        *((kind, kill) for kind in (Generate, Save, Convert) for kill in (False, True)),
+        (SaveTuned, False),
+        (ConvertFile, True),
+    ],
+    ids=lambda x: x.__name__ if isinstance(x, type) else "signal" if x else "exception",
+)
 def test_interruptions(kind, kill, tmp_path):
     """What is left of a work that was interrupted is removed by the next one that writes there."""
     path = tmp_path / "work"
@@ -172,4 +180,4 @@ def test_interruptions(kind, kill, tmp_path):
         each.check()
         each.work()
         assert not [file.name for file in path.rglob("*") if PARTIAL.fullmatch(file.name)], number
-    each.check()
+        each.check()
