@@ -287,7 +287,7 @@ def damage(files, chance):
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("number", [25, pytest.param(100, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("number", [12, pytest.param(50, marks=pytest.mark.thorough)])
 def test_faults(number, tmp_path, monkeypatch):
     """Files are damaged, exchanged and lost, before they are found and while they are in use: no state is wrong."""
     model, chance = FINCH.model(), random.Random(number)
