@@ -287,7 +287,9 @@ def damage(files, chance):
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("number", [12, pytest.param(50, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "number", [12, pytest.param(50, marks=pytest.mark.thorough), pytest.param(300, marks=pytest.mark.slow)]
+)
 def test_faults(number, tmp_path, monkeypatch):
     """Files are damaged, exchanged and lost, before they are found and while they are in use: no state is wrong."""
     model, chance = FINCH.model(), random.Random(number)
