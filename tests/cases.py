@@ -630,26 +630,18 @@ RAVEN_SWA = replace(_variant(RAVEN, "swa", attn=None, router="swa"), layer_kinds
 VARIANTS = (
     DEEP_EMBED_A,
     _variant(DEEP_EMBED, "merged", num_hidden_layers=1, merged_tables=True),
-    RAVEN_PURE,
-    RAVEN_FULL,
     RAVEN_BOTH,
     RAVEN_SWA,
     _variant(RAVEN, "rotary-memory", attn=None, use_rope=True),
-    _variant(GECKO, "no-rope", num_layers=1, num_rope_heads=0),
-    _variant(GECKO, "chunk-1", num_layers=1, chunk_size=1),
-    _variant(GECKO, "chunk-3", num_layers=1, chunk_size=3),
-    _variant(GECKO, "chunk-64", num_layers=1, chunk_size=64),
-    _variant(GECKO, "no-bos", num_layers=1, bos_token_id=None),
-    replace(_variant(GECKO, "many-bos", num_layers=1), bos_below=12),
+    _variant(GECKO, "chunk-1", num_layers=1, chunk_size=1, bos_token_id=None),
+    _variant(GECKO, "chunk-64", num_layers=1, chunk_size=64, num_rope_heads=0),
+    replace(_variant(GECKO, "many-bos", num_layers=1, chunk_size=3), bos_below=12),
 )
 # These read otherwise, but generate and keep a state as their base does.
 READERS = (
     _visual(EAGLE, reading_order="alternate"),
     _visual(FINCH, reading_order="forward"),
-    *(
-        replace(case, name=f"{case.name}-flash", implementation="flash_attention_in_torch")
-        for case in (RAVEN, RAVEN_FULL, RAVEN_BOTH)
-    ),
+    replace(RAVEN_BOTH, name="raven-both-flash", implementation="flash_attention_in_torch"),
 )
 # The models that come with the package: the same promises hold for trained weights.
 TRAINED = tuple(
@@ -664,20 +656,12 @@ TRAINED = tuple(
         "avey-b-abc": AVEY_B,
     }.items()
 )
-CASES = {case.name: case for case in (*BASE, *VISUAL, *VARIANTS, *READERS, *TRAINED)}
-
-
-# Where there are many cases, these are thorough: what is special about them is also special about others.
-SELDOM = ("visual-rwkv5", "raven-full", "raven-flash", "raven-full-flash", "gecko-no-rope", "gecko-chunk-3")
+CASES = {case.name: case for case in (*BASE, *VISUAL, *VARIANTS, RAVEN_FULL, RAVEN_PURE, *READERS, *TRAINED)}
 
 
 def each(*cases: Case):
     """Parametrises a test by the argument `case`."""
-    seldom = SELDOM if len(cases) > 7 else ()
-    return pytest.mark.parametrize(
-        "case",
-        [pytest.param(x, id=x.name, marks=[pytest.mark.thorough] * (x.name in seldom)) for x in cases],
-    )
+    return pytest.mark.parametrize("case", [pytest.param(x, id=x.name) for x in cases])
 
 
 def each_with(name: str, values, cases, few, others):
@@ -690,33 +674,36 @@ def each_with(name: str, values, cases, few, others):
     return pytest.mark.parametrize(
         ("case", name),
         [
-            pytest.param(
-                case,
-                *x.values,
-                id=f"{case.name}-{x.id or x.values[0]}",
-                marks=[*x.marks, *[pytest.mark.thorough] * (case.name in SELDOM)],
-            )
+            pytest.param(case, *x.values, id=f"{case.name}-{x.id or x.values[0]}", marks=x.marks)
             for case, x in [*itertools.product(cases, known), *itertools.product(others, chosen)]
         ],
     )
 
 
 TEXT = tuple(case for case in BASE if case.causal)
-GENERATING = (*TEXT, *VISUAL)
+GENERATING = (*TEXT, VISUAL[1])
 TRAINED_GENERATING = tuple(case for case in TRAINED if case.causal)
 each_case = each(*GENERATING)
 each_text_case = each(*TEXT)
 each_case_of_embeddings = each(*(case for case in GENERATING if case.embeddings))
 each_case_and_variant = each(*GENERATING, *VARIANTS)
+# One of each layout of states.
+each_cache = each(*GENERATING, RAVEN_BOTH, CASES["gecko-many-bos"])
 each_case_and_reader = each(*GENERATING, *VARIANTS, *READERS)
-each_case_and_all = each(*GENERATING, *VARIANTS, *READERS, *TRAINED_GENERATING)
-each_model_case = each(*BASE, *VISUAL)
+each_model_case = each(*BASE, *VISUAL[1:])
 each_text_model_case = each(*BASE)
-
-
-each_side = pytest.mark.parametrize("side", ["left", "right", "anywhere"])
 # One architecture of each kind: the others of a family are alike.
-quick_family = pytest.mark.quick_cases("*rwkv6", "rwkv7", "avey*", "raven*", "gecko*")
+KINDS = (FINCH, GOOSE, AVEY, RAVEN, GECKO)
+each_kind = each(*KINDS, VISUAL[1])
+each_kind_of_text = each(*KINDS)
+# All that have a class, and with it files, of their own.
+each_kind_of_model = each(*KINDS, DEEP_EMBED, AVEY_B, VISUAL[2])
+each_kind_of_text_model = each(*KINDS, DEEP_EMBED, AVEY_B)
+
+
+def each_with_side(cases, others=()):
+    """`cases` with padding on the left, on the right and anywhere, and `others` with padding anywhere."""
+    return each_with("side", ["left", "right", "anywhere"], cases, ["anywhere"], others)
 
 
 # The same by name, for tests of one architecture.

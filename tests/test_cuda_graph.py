@@ -20,11 +20,14 @@ from cases import (
     GENERATING,
     GOOSE,
     GREEDY,
+    RAVEN_BOTH,
     RAVEN_FULL,
     RAVEN_PURE,
     VARIANTS,
+    VISUAL,
     assert_same_states,
     each,
+    each_with,
     padded,
     random_ids,
     tiny_model,
@@ -106,9 +109,8 @@ def compare(model, cache, other, tokens=4, masks=False, read=None, seed=1):
     return read
 
 
-@pytest.mark.quick_cases("rwkv6-1", "raven-full-3", "gecko-3")
-@pytest.mark.parametrize("rows", [1, 3])
-@each(*CAPTURED)
+@pytest.mark.quick_cases("rwkv6-0", "raven-both-1", "gecko-1")
+@each_with("rows", [1, 3], (FINCH, RAVEN_BOTH), [3], [case for case in CAPTURED if case not in (FINCH, RAVEN_BOTH)])
 def test_equals_the_model(case, rows, calls):
     model = case.model(num_hidden_layers=case.layer_kinds)
     cache, other = start(model, rows)
@@ -196,8 +198,18 @@ OPTIONS = {
 
 
 @pytest.mark.quick_cases("greedy-rwkv6", "beams-raven-full", "ends-gecko", "guidance-rwkv6")
-@each(FINCH, RAVEN_FULL, GECKO, CASES["visual-rwkv5"])
-@pytest.mark.parametrize("way", OPTIONS)
+@pytest.mark.parametrize(
+    ("way", "case"),
+    [
+        pytest.param(way, case, id=f"{way}-{case.name}")
+        for way, case in [
+            *((way, FINCH) for way in OPTIONS),
+            ("beams", RAVEN_FULL),
+            ("ends", GECKO),
+            ("sample", VISUAL[1]),
+        ]
+    ],
+)
 def test_generate(case, way, calls, monkeypatch):
     # As on a GPU, which is not asked whether a row has ended.
     monkeypatch.setattr("subquad.decoding.generation._EndedRows.may_pad", lambda rows: rows.padding is not None)
@@ -238,7 +250,7 @@ def test_continuous_batching(case, calls):
 
 
 @pytest.mark.quick_cases("raven-pure")
-@each(RAVEN_PURE, RAVEN_FULL, GECKO, GOOSE)
+@each(RAVEN_PURE, GECKO, GOOSE)
 @torch.no_grad()
 def test_an_assistant(case, calls):
     """Its tokens are replayed, whether they are accepted or not."""

@@ -87,8 +87,7 @@ def first_block(model, number=0):
 
 
 @each_model
-@pytest.mark.parametrize("batch", [1, 3, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dtype", "batch"), [(torch.float32, 3), (torch.bfloat16, 1), (torch.float16, 8)])
 def test_equals_the_blocks(model, dtype, batch, calls):
     if dtype not in native.library().dtypes:
         pytest.skip("needs conversions of float16")
@@ -132,8 +131,11 @@ def test_stream_beyond_float16(model, calls):
     assert (logits - expected.logits).norm() < 4e-3 * expected.logits.norm()
 
 
-@each_model
-@pytest.mark.parametrize("method", [Int8Config, Int4Config])
+@pytest.mark.parametrize(
+    ("model", "method"),
+    [("eagle", Int4Config), ("finch", Int8Config), ("goose", Int8Config), ("goose-7a", Int4Config)],
+    indirect=["model"],
+)
 def test_integers(model, method, calls, tmp_path):
     model.save_pretrained(tmp_path)
     small = type(model).from_pretrained(tmp_path, quantization_config=method())

@@ -91,8 +91,10 @@ def test_files_and_states(model_type, tmp_path):
         assert_near(read(second, cut(text, 15), [1], cache.to(dtype=second.dtype))[0], expected[:, 15:])
 
 
-@each_rwkv
-@pytest.mark.parametrize("method", [subquad.Int8Config, subquad.Int4Config])
+@pytest.mark.parametrize(
+    ("model_type", "method"),
+    [("rwkv5", subquad.Int8Config), ("rwkv6", subquad.Int4Config), ("rwkv7", subquad.Int8Config)],
+)
 @torch.no_grad()
 def test_integers(model_type, method, tmp_path):
     """With weights of 8 and 4 bits, float16 adds little to the error of the integers."""
@@ -120,8 +122,7 @@ def test_adapters(model_type):
     assert_near(half.merge_and_unload()(**text).logits, expected)
 
 
-@each_rwkv
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("model_type", "checkpointing"), [("rwkv5", False), ("rwkv6", True), ("rwkv7", False)])
 def test_gradients(model_type, checkpointing):
     model, text = loud(model_type).train(), CASES[model_type].text(2, 12)
     half = copy.deepcopy(model).half()
@@ -136,8 +137,9 @@ def test_gradients(model_type, checkpointing):
             assert error(x.grad, wanted) < 0.15
 
 
-@pytest.mark.parametrize("size", [1e4, 1, 1e-3, 1e-6])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("size", "compiled"), [(1e4, False), (1, False), (1e-3, False), (1e-6, False), (1e4, True), (1e-6, True)]
+)
 def test_wide_products(size, compiled):
     """Neither large nor small inputs and gradients leave the range of float16 on the way."""
     torch.manual_seed(0)

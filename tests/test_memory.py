@@ -28,7 +28,7 @@ def growth(name: str, settling: int, calls: int, longest: int) -> int:
 
 
 def test_memory_settles():
-    assert growth("finch-abc", settling=60, calls=60, longest=400) < 40e6
+    assert growth("finch-abc", settling=40, calls=40, longest=400) < 25e6
 
 
 @pytest.mark.slow

@@ -8,15 +8,20 @@ import torch
 from cases import (
     AVEY,
     CASES,
+    DEEP_EMBED,
     DEVICE,
     EAGLE,
-    GENERATING,
+    FINCH,
+    GECKO,
+    GOOSE,
     GREEDY,
+    RAVEN,
     RAVEN_BOTH,
     RAVEN_FULL,
     RAVEN_PURE,
     RAVEN_SWA,
     TEXT,
+    VISUAL,
     assert_same_states,
     each,
     each_text_case,
@@ -83,14 +88,16 @@ def both_caches(model, ids):
 
 # The compiled step.
 
+WAYS = ["eager", pytest.param("triton", marks=TRITON)]
+
 
 @pytest.mark.quick_cases("rwkv6-1", "gecko-1")
 @each_with(
     "way",
     [(False, 1, 0), (True, 3, 4)],
-    (*GENERATING, RAVEN_FULL),
+    (GOOSE, AVEY),
     [(True, 3, 4)],
-    (RAVEN_PURE, RAVEN_BOTH, RAVEN_SWA),
+    (EAGLE, FINCH, DEEP_EMBED, GECKO, RAVEN_BOTH, RAVEN_SWA, VISUAL[1]),
 )
 def test_compiled_generation(case, way, graphs):
     tied, rows, padding = way
@@ -106,12 +113,9 @@ def test_compiled_generation(case, way, graphs):
             assert len(graphs) == 1
 
 
-@pytest.mark.quick_cases("*-rwkv6")
-@each_text_case
-@pytest.mark.parametrize(
-    ("chunk_size", "backend_name", "steps"), [(7, "eager", 2), pytest.param(None, "triton", 1, marks=TRITON)]
-)
-def test_only_static_inputs_are_written(case, chunk_size, backend_name, steps, graphs, monkeypatch):
+@pytest.mark.quick_cases("rwkv6-*")
+@each_with("backend_name", WAYS, (FINCH, RAVEN), WAYS[:1], (EAGLE, GOOSE, DEEP_EMBED, AVEY, GECKO))
+def test_only_static_inputs_are_written(case, backend_name, graphs, monkeypatch):
     """Or else CUDA graphs would be skipped: see `check_for_mutation` in torch/_inductor/cudagraph_utils.py."""
 
     def compile_graph(graph, inputs):
@@ -124,7 +128,9 @@ def test_only_static_inputs_are_written(case, chunk_size, backend_name, steps, g
     def backend(graph, inputs):
         return aot_autograd(fw_compiler=compile_graph, keep_inference_input_mutations=True)(graph, inputs)
 
-    model = case.model(num_hidden_layers=case.layer_kinds)
+    model, (chunk_size, steps) = case.model(num_hidden_layers=case.layer_kinds), (7, 2)
+    if backend_name == "triton":
+        chunk_size, steps = None, 1
     options = {**prompts(case, 2, 4, length=14 if chunk_size else 9), **GREEDY, "max_new_tokens": 3}
     expected, (_, cache) = model.generate(**options), both_caches(model, options["input_ids"])
     monkeypatch.setenv("SUBQUAD_BACKEND", backend_name)
@@ -170,7 +176,7 @@ def test_inductor(graphs):
 
 
 @pytest.mark.quick_cases("gecko")
-@each_text_case
+@each(GECKO, DEEP_EMBED, RAVEN_FULL)
 def test_compiled_continuation(case, graphs):
     model, ids = case.model(num_hidden_layers=case.layer_kinds), random_ids(2, 6)
     expected = model.generate(ids, **GREEDY, max_new_tokens=20)
@@ -190,7 +196,7 @@ def test_compiled_continuation(case, graphs):
 
 
 @pytest.mark.quick_cases("rwkv6")
-@each_text_case
+@each(FINCH, AVEY, RAVEN, GECKO)
 def test_compiled_chunks(case, graphs):
     model = case.model(num_hidden_layers=case.layer_kinds)
     options = {**prompts(case, 3, 0, length=18), **GREEDY, "max_new_tokens": 6}

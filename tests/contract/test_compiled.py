@@ -3,11 +3,17 @@
 import pytest
 import torch
 from cases import (
-    BASE,
+    AVEY,
+    AVEY_B,
+    DEEP_EMBED,
     DEVICE,
-    GENERATING,
+    EAGLE,
+    FINCH,
+    GECKO,
+    GOOSE,
+    KINDS,
+    RAVEN,
     RAVEN_BOTH,
-    RAVEN_FULL,
     TOLERANCE,
     VISUAL,
     assert_all_close,
@@ -28,7 +34,7 @@ def graphs():
 
 
 @pytest.mark.quick_cases("rwkv6", "avey-b")
-@each(*BASE, *VISUAL, RAVEN_FULL, RAVEN_BOTH)
+@each(*KINDS[:3], GECKO, RAVEN_BOTH, DEEP_EMBED, AVEY_B, VISUAL[1])
 def test_compiled_training(case, graphs):
     model = case.model(num_hidden_layers=max(2, case.layer_kinds)).train()
     inputs = padded(texts(case, 61, 70), "anywhere")
@@ -46,7 +52,7 @@ def test_compiled_training(case, graphs):
 
 
 @pytest.mark.quick_cases("rwkv6")
-@each(*BASE, RAVEN_FULL, RAVEN_BOTH)
+@each(*KINDS[:3], GECKO, RAVEN_BOTH, AVEY_B)
 def test_compiled_packed_documents(case, graphs):
     """Positions that restart are read between two graphs, and are an error where there must be one."""
     model = case.model(num_hidden_layers=case.layer_kinds)
@@ -68,8 +74,8 @@ def test_compiled_packed_documents(case, graphs):
         compiled(input_ids=case.ids(2, 15), position_ids=positions)
 
 
-@pytest.mark.quick_cases("rwkv6", "raven")
-@each(*GENERATING, RAVEN_FULL, RAVEN_BOTH)
+@pytest.mark.quick_cases("rwkv6")
+@each(FINCH, DEEP_EMBED, AVEY, GECKO, RAVEN_BOTH, VISUAL[1])
 def test_compiled_decode_step(case, graphs):
     model, text = case.model(num_hidden_layers=case.layer_kinds), case.text(2, 10)
     ids = case.ids(2, 10)
@@ -88,7 +94,7 @@ def test_compiled_decode_step(case, graphs):
 
 
 @pytest.mark.thorough
-@each(*BASE, *VISUAL, RAVEN_FULL, RAVEN_BOTH)
+@each(EAGLE, GOOSE, AVEY, RAVEN, GECKO, AVEY_B, VISUAL[2])
 def test_compiled_with_a_default_device(case, graphs):
     """It is a mode of torch, under which Dynamo traces also those methods of tensors that are written in Python."""
     model, text = case.model(num_hidden_layers=case.layer_kinds), case.text(2, 10)

@@ -4,25 +4,30 @@ import numpy as np
 import pytest
 import torch
 from cases import (
+    AVEY,
+    DEEP_EMBED,
     DEVICE,
-    GENERATING,
+    EAGLE,
+    FINCH,
+    GECKO,
+    GOOSE,
     GREEDY,
-    TEXT,
+    KINDS,
+    RAVEN,
     VARIANTS,
-    each,
+    VISUAL,
+    each_cache,
     each_case,
-    each_case_and_variant,
-    each_case_of_embeddings,
     each_causal,
-    each_side,
-    each_text_case,
-    each_text_model_case,
+    each_kind,
+    each_kind_of_text,
+    each_kind_of_text_model,
     each_with,
+    each_with_side,
     half_padded,
     join,
     padded,
     pick,
-    quick_family,
     random_ids,
     tiny_model,
 )
@@ -49,9 +54,8 @@ def test_greedy_is_the_arg_max(case):
     assert out[:, 6:].T.tolist() == [x.argmax(-1).tolist() for x in logits]
 
 
-@quick_family
 @pytest.mark.fast
-@each_case
+@each_kind
 def test_sampling_follows_the_seed(case):
     model, text = case.model(), case.text(2, 5)
     options = {**GREEDY, "max_new_tokens": 12, "do_sample": True, "top_k": 0}
@@ -62,19 +66,16 @@ def test_sampling_follows_the_seed(case):
     assert outs[0] == outs[1] == outs[2] != outs[3]
 
 
-BEAMS = [{"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 3}]
-
-
-@pytest.mark.quick_cases("rwkv?-?", "visual-rwkv6-0", "avey-?", "raven-?", "gecko-?")
-@each_with("options", BEAMS, GENERATING, BEAMS[:1], VARIANTS)
-def test_beam_search(case, options):
+@pytest.mark.quick_cases("rwkv?", "visual-rwkv6", "avey", "raven", "gecko")
+@each_cache
+def test_beam_search(case):
     model, text = case.model(), case.text(2, 5)
-    options = {"max_new_tokens": 10, **GREEDY, **options}
+    options = {"max_new_tokens": 10, "num_beams": 4, "num_return_sequences": 3, **GREEDY}
     assert torch.equal(model.generate(**text, **options), model.generate(**text, use_cache=False, **options))
 
 
-@pytest.mark.quick_cases("rwkv7", "avey", "raven", "gecko", "visual-rwkv6")
-@each_case_and_variant
+@pytest.mark.quick_cases("rwkv7", "avey", "raven-both", "gecko", "visual-rwkv6")
+@each_cache
 def test_assisted_decoding(case):
     model, text, options = case.model(), join(*[case.text(1, 6)] * 3), {"max_new_tokens": 10, **GREEDY}
     expected = model.generate(**text, **options)
@@ -99,8 +100,7 @@ def test_early_exit(case):
     assert torch.equal(model.generate(**text, assistant_early_exit=2, **options), model.generate(**text, **options))
 
 
-@quick_family
-@each_case
+@each_kind
 def test_sampling_with_an_assistant(case):
     model, text = case.model(), case.text(1, 6)
     options = {**GREEDY, "max_new_tokens": 7, "do_sample": True}
@@ -111,6 +111,9 @@ def test_sampling_with_an_assistant(case):
     assert torch.equal(out, model.generate(**text, max_new_tokens=7, **GREEDY))
 
 
+CACHES = [{}, {"cache_implementation": "static", "max_cache_len": 32}]
+
+
 def until(row: torch.Tensor, token: int, start: int) -> torch.Tensor:
     """The ids of a row, up to the first such token from `start` on."""
     found = (row[start:] == token).nonzero().flatten().tolist()
@@ -118,14 +121,14 @@ def until(row: torch.Tensor, token: int, start: int) -> torch.Tensor:
 
 
 @pytest.mark.fast
-@pytest.mark.quick_cases(
-    *("rwkv?-dynamic", "avey-*", "raven-dynamic", "raven-both-static"),
-    *("gecko-dynamic", "gecko-many-bos-static", "visual-rwkv6-dynamic"),
+@pytest.mark.quick_cases("rwkv?-0", "avey-*", "raven*", "gecko-0", "gecko-many-bos-1", "visual-rwkv6-0")
+@each_with(
+    "options",
+    CACHES,
+    (FINCH, AVEY, GECKO),
+    CACHES[:1],
+    (EAGLE, GOOSE, DEEP_EMBED, RAVEN, VISUAL[1], *VARIANTS),
 )
-@pytest.mark.parametrize(
-    "options", [{}, {"cache_implementation": "static", "max_cache_len": 32}], ids=["dynamic", "static"]
-)
-@each_case_and_variant
 def test_rows_that_end_early(case, options):
     """The state of a row that has ended stays that after its last token, and a second turn goes on from there."""
     model, options = case.model(), {**GREEDY, **options, "return_dict_in_generate": True}
@@ -173,18 +176,14 @@ def test_rows_that_end_early(case, options):
         model(rest, attention_mask=text["attention_mask"])
 
 
-@pytest.mark.quick_cases(
-    *("left-rwkv?", "left-avey", "left-raven", "left-gecko", "right-rwkv6", "right-gecko"),
-    *("anywhere-rwkv6", "anywhere-raven", "anywhere-gecko"),
-)
-@each(*TEXT, *VARIANTS)
-@each_side
+@pytest.mark.quick_cases("rwkv6-*", "avey-anywhere", "raven-*", "gecko-*")
+@each_with_side(KINDS, (EAGLE, DEEP_EMBED, *VARIANTS))
 def test_chunked_prefill(case, side):
     # The short row is padding alone in several of the chunks. Without images, which no chunk may cut.
     model, rows = case.model(), [{"input_ids": case.ids(1, n, seed=n)} for n in (30, 5, 17)]
     options = {**padded(rows, side), "max_new_tokens": 6, **GREEDY}
     expected = model.generate(**options)
-    for size in (2, 7, 29):
+    for size in (7, 29):
         assert torch.equal(model.generate(**options, prefill_chunk_size=size), expected)
 
 
@@ -201,8 +200,7 @@ def test_static_cache_is_the_same_cache(case):
         model.generate(**text, cache_implementation="quantized", **options)
 
 
-@quick_family
-@each_case
+@each_kind
 def test_outputs_of_generate(case):
     model, text = case.model(), half_padded(case, 7, 3)
     asked = {"output_scores": True, "output_logits": True, "output_hidden_states": True}
@@ -236,8 +234,7 @@ def test_outputs_of_generate(case):
         assert torch.equal(sequences[0], sequences[1]) and torch.equal(sequences[0], sequences[2])
 
 
-@quick_family
-@each_text_case
+@each_kind_of_text
 def test_generation_without_a_prompt(case):
     model = case.model(bos_token_id=5)
     out = model.generate(max_new_tokens=4, **GREEDY)
@@ -246,8 +243,7 @@ def test_generation_without_a_prompt(case):
         case.model(bos_token_id=None).generate(max_new_tokens=4, **GREEDY)
 
 
-@quick_family
-@each_case
+@each_kind
 def test_where_generation_ends(case):
     model, text = case.model(), case.text(2, 5)
     whole = model.generate(**text, max_new_tokens=12, **GREEDY)
@@ -273,8 +269,7 @@ def test_where_generation_ends(case):
     assert model.generate(**text, **options, min_new_tokens=12).shape == (2, 17)
 
 
-@quick_family
-@each_text_case
+@each_kind_of_text
 def test_guidance(case):
     model, ids, other = case.model(), random_ids(1, 5), random_ids(1, 4, seed=5)
     read, unwanted = ids, other
@@ -288,8 +283,7 @@ def test_guidance(case):
         assert torch.equal(model.generate(ids, **options, **GREEDY), read)
 
 
-@quick_family
-@each_case_of_embeddings
+@each_kind
 def test_generation_from_embeddings(case):
     model, text = case.model(), half_padded(case, 7, 2)
     embed = model.get_input_embeddings()
@@ -313,9 +307,8 @@ def test_generation_from_embeddings(case):
     assert torch.equal(model.generate(ids, inputs_embeds=embed(ids), **both), expected)
 
 
-@quick_family
 @pytest.mark.fast
-@each_case
+@each_kind
 def test_arguments_that_change_nothing(case):
     model, text = case.model(), half_padded(case, 6, 2)
     ids, mask = text.pop("input_ids"), text["attention_mask"]
@@ -361,8 +354,7 @@ def test_generation_config_is_saved(case, tmp_path):
     assert torch.equal(loaded.generate(**text), model.generate(**text))
 
 
-@quick_family
-@each_text_model_case
+@each_kind_of_text_model
 def test_pipelines(case):
     tokenizer, texts = ByteTokenizer(), ["X:1", "K:D major", "a"]
     names = ["contradiction", "neutral", "entailment"]

@@ -7,28 +7,35 @@ from importlib.util import find_spec
 import pytest
 import torch
 from cases import (
+    AVEY,
+    DEEP_EMBED,
     DEVICE,
-    GENERATING,
+    EAGLE,
+    FINCH,
+    GECKO,
+    GOOSE,
     GREEDY,
+    KINDS,
+    RAVEN,
     RAVEN_BOTH,
-    RAVEN_FULL,
     TOLERANCE,
+    VISUAL,
     assert_all_close,
     assert_same_states,
     cut,
-    each,
     each_case,
     each_class,
+    each_kind,
+    each_kind_of_model,
+    each_kind_of_text_model,
     each_model,
-    each_model_case,
-    each_text_case,
     each_text_model_case,
+    each_with,
     gradients,
     join,
     labels_of,
     padded,
     pick,
-    quick_family,
     random_ids,
     split,
     texts,
@@ -60,9 +67,8 @@ def test_labels_of_another_shape(case):
         torch.testing.assert_close(logits.loss, expected)
 
 
-@quick_family
 @pytest.mark.fast
-@each_case
+@each_kind
 def test_no_label_counts(case):
     """The loss of a batch without labels is 0, and so are its gradients."""
     ids, labels = random_ids(2, 6), torch.full((2, 6), -100)
@@ -104,8 +110,7 @@ def test_classification_losses(model_type, problem, labels, expected):
     torch.testing.assert_close(out.loss, expected(out.logits, labels))
 
 
-@quick_family
-@each_text_model_case
+@each_kind_of_text_model
 def test_one_label_is_a_regression(case):
     ids, targets = random_ids(2, 9), torch.tensor([0.5, -1.0])
     model = case.model("AutoModelForSequenceClassification", num_labels=1)
@@ -115,8 +120,7 @@ def test_one_label_is_a_regression(case):
     torch.testing.assert_close(out.loss, mse_loss(out.logits[:, 0], targets))
 
 
-@quick_family
-@each_model_case
+@each_kind_of_model
 def test_predictions_are_logits_alone(case, tmp_path):
     text = case.text(2, 9)
     arguments = TrainingArguments(str(tmp_path), report_to=[], use_cpu=DEVICE == "cpu")
@@ -129,8 +133,7 @@ def test_predictions_are_logits_alone(case, tmp_path):
             torch.testing.assert_close(logits, [x for name, x in expected.items() if name.endswith("logits")])
 
 
-@quick_family
-@each_text_model_case
+@each_kind_of_text_model
 def test_gradients_of_every_class(case):
     ids = random_ids(2, 20)
 
@@ -163,9 +166,8 @@ def test_gradients_of_every_class(case):
         assert type(model)(model.config).is_gradient_checkpointing
 
 
-@pytest.mark.quick_cases("*e-rwkv?", "True-visual-rwkv6", "*-avey", "*-raven", "True-raven-both", "*-gecko")
-@each(*GENERATING, RAVEN_FULL, RAVEN_BOTH)
-@pytest.mark.parametrize("detached", [False, True])
+@pytest.mark.quick_cases("rwkv?-*", "avey-*", "raven-both-1", "gecko-*", "visual-rwkv6-1")
+@each_with("detached", [False, True], KINDS, [True], (EAGLE, DEEP_EMBED, VISUAL[1], RAVEN_BOTH))
 def test_gradient_checkpointing_in_pieces(case, detached):
     """A text in pieces: gradients go back through the states, or end where they are detached."""
     model = case.model(**case.quiet).train()
@@ -215,16 +217,16 @@ def test_gradient_checkpointing_and_caches(case):
     assert model.eval()(**text, cache=cache).cache.get_seq_length() == 16
 
 
-@pytest.mark.quick_cases("padded-eager-*", "padded-triton-raven", "padded-triton-avey-b", "packed-eager-rwkv6")
+@pytest.mark.quick_cases("eager-*", "triton-*-raven", "triton-*-avey-b")
 @each_text_model_case
-@pytest.mark.parametrize("backend", ["eager", triton])
-@pytest.mark.parametrize("way", ["rows", "padded", "packed"])
+@pytest.mark.parametrize(
+    ("backend", "way"),
+    [("eager", "packed"), pytest.param(*triton.values, "padded", marks=triton.marks)],
+)
 def test_backends_agree(case, backend, way, monkeypatch):
     layers = 1 if backend == "triton" else 2  # the interpreter is slow
     model = case.model(num_hidden_layers=layers)
-    if way == "rows":
-        inputs = case.text(2, 20)
-    elif way == "padded":
+    if way == "padded":
         inputs = padded(texts(case, 20, 7), "anywhere", more=2)
     else:
         inputs = {**join(*texts(case, 7, 1, 20)), "cu_seqlens": torch.tensor([0, 7, 8, 28])}
@@ -238,9 +240,8 @@ def test_backends_agree(case, backend, way, monkeypatch):
     assert_all_close(*results, **TOLERANCE)
 
 
-@pytest.mark.quick_cases("dynamic-rwkv7", "dynamic-avey", "dynamic-raven")
-@each_text_case
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.quick_cases("rwkv7-0", "avey-0", "raven-0")
+@each_with("cache", ["dynamic", "static"], (FINCH, RAVEN), ["dynamic"], (EAGLE, GOOSE, DEEP_EMBED, AVEY, GECKO))
 def test_generation_of_every_backend(case, cache, monkeypatch):
     # The interpreter is slow; a chunk of 8 ends all the same while tokens are generated.
     model, results = case.model(num_hidden_layers=2), []
@@ -253,8 +254,10 @@ def test_generation_of_every_backend(case, cache, monkeypatch):
     assert all(torch.equal(x, results[0]) for x in results)
 
 
-@each_case
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+DTYPES = [torch.bfloat16, torch.float16]
+
+
+@each_with("dtype", DTYPES, (AVEY, RAVEN, GECKO), DTYPES[:1], (EAGLE, FINCH, GOOSE, DEEP_EMBED, *VISUAL[1:]))
 def test_low_precision(case, dtype, tmp_path):
     model, text = case.model(), case.text(2, 20)
     model.save_pretrained(tmp_path)

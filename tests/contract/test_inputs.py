@@ -11,11 +11,11 @@ from cases import (
     each_causal,
     each_class,
     each_head,
+    each_kind_of_model,
+    each_kind_of_text_model,
     each_model_case,
-    each_text_model_case,
     labels_of,
     padded,
-    quick_family,
     random_ids,
     tiny_model,
 )
@@ -94,8 +94,7 @@ def test_wrong_configuration(case, fields, message):
         case.config(**fields)
 
 
-@quick_family
-@each_model_case
+@each_kind_of_model
 def test_embeddings_in_place_of_ids(case):
     left, right = (padded([case.text(1, 13), case.text(1, 20, seed=1)], side) for side in ("left", "right"))
     for _, model in each_class(case):
@@ -124,9 +123,8 @@ def test_outputs(model_type, auto_class):
     assert model(ids).hidden_states is not None
 
 
-@quick_family
 @pytest.mark.fast
-@each_model_case
+@each_kind_of_model
 def test_tuples(case):
     text = case.text(2, 9)
 
@@ -149,8 +147,7 @@ def test_tuples(case):
             model.config.return_dict = True
 
 
-@quick_family
-@each_model_case
+@each_kind_of_model
 def test_some_hidden_states(case):
     if not hasattr(output_capturing, "selected_hidden_states"):
         pytest.skip("older versions of transformers number the blocks, not the hidden states")
@@ -172,8 +169,7 @@ def test_logits_to_keep(model_type):
         torch.testing.assert_close(model(ids, logits_to_keep=kept).logits, expected, atol=1e-4, rtol=1e-4)
 
 
-@quick_family
-@each_text_model_case
+@each_kind_of_text_model
 def test_attention_implementations(case):
     ids = random_ids(2, 20)
     for auto_class, model in each_class(case):
@@ -197,8 +193,7 @@ def test_attention_implementations(case):
                 getattr(transformers, auto_class).from_config(model.config, attn_implementation=name)
 
 
-@quick_family
-@each_text_model_case
+@each_kind_of_text_model
 def test_attention_weights(case):
     """Of the layers that are softmax attention; others have none."""
     ids = random_ids(2, 20)

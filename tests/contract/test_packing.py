@@ -11,7 +11,7 @@ from cases import (
     assert_same_states,
     batch,
     cut,
-    each_case_and_all,
+    each_case,
     each_case_and_reader,
     each_case_and_variant,
     each_model,
@@ -25,7 +25,7 @@ from cases import (
 
 
 @pytest.mark.fast
-@each_case_and_all
+@each_case_and_reader
 def test_packed_documents(case):
     model, lengths = case.model(), (3, 70, 1, 12)
     documents = texts(case, *lengths)
@@ -74,7 +74,7 @@ def test_packed_documents_in_several_rows(case):
         assert_same_states(out.cache, model(**rest).cache)
 
 
-@each_case_and_reader
+@each_case
 @torch.no_grad()
 def test_loss_of_packed_documents(case):
     """The first token of a document has none, however the boundaries are given."""

@@ -3,22 +3,31 @@
 import pytest
 import torch
 from cases import (
+    AVEY,
+    DEEP_EMBED,
     DEVICE,
+    EAGLE,
+    FINCH,
+    GECKO,
     GENERATING,
+    GOOSE,
     GREEDY,
+    KINDS,
+    RAVEN,
     READERS,
     TOLERANCE,
     TRAINED_GENERATING,
     VARIANTS,
+    VISUAL,
     assert_all_close,
     assert_same_states,
     each_case,
     each_case_and_reader,
     each_case_and_variant,
     each_causal,
-    each_side,
     each_text_model_case,
     each_with,
+    each_with_side,
     gradients,
     join,
     padded,
@@ -31,15 +40,14 @@ from cases import (
 from subquad.modeling.padding import Tokens
 
 
-ROWS = [(7, 83, 1, 66), (5,)]
+BATCHES = [("anywhere", (7, 83, 1, 66)), ("left", (5,)), ("left", (12, 70, 3)), ("right", (70, 3, 12))]
 
 
-@pytest.mark.quick_cases("*rwkv*", "*-avey-?", "*-raven-?", "*-gecko-?", "[la]*-raven-*", "[la]*-gecko-*")
 @pytest.mark.fast
-@each_with("lengths", ROWS, (*GENERATING, *TRAINED_GENERATING), ROWS[:1], (*VARIANTS, *READERS))
-@each_side
-def test_padding(case, side, lengths):
-    model, rows = case.model(), texts(case, *lengths)
+@each_with("batch", BATCHES, GENERATING, BATCHES[:1], (VISUAL[2], *VARIANTS, *READERS, *TRAINED_GENERATING))
+def test_padding(case, batch):
+    model, (side, lengths) = case.model(), batch
+    rows = texts(case, *lengths)
     inputs = padded(rows, side, more=9 * (len(rows) == 1))  # a batch of one that is padded all the same
     mask, more = inputs["attention_mask"], case.ids(len(rows), 3)
     with torch.no_grad():
@@ -54,10 +62,8 @@ def test_padding(case, side, lengths):
             torch.testing.assert_close(after[n], after_alone[0], **TOLERANCE)
 
 
-@pytest.mark.quick_cases("*[te]-rwkv*", "left-visual*", "*-avey", "*-raven", "*-gecko", "a*-raven*", "a*-gecko*")
 @pytest.mark.fast
-@each_case_and_reader
-@each_side
+@each_with_side(KINDS, (EAGLE, DEEP_EMBED, VISUAL[1], *VARIANTS, *READERS))
 def test_padding_in_a_later_call(case, side):
     model, first, second = case.model(), texts(case, 4, 9), texts(case, 70, 2)
     with torch.no_grad():
@@ -69,14 +75,11 @@ def test_padding_in_a_later_call(case, side):
             torch.testing.assert_close(out.logits[n][mask == 1], alone, **TOLERANCE)
 
 
-@pytest.mark.quick_cases(
-    *("left-rwkv?-?", "left-visual*-0", "left-avey-?", "left-raven-?", "left-gecko-?", "right-rwkv6-?"),
-    *("right-gecko-?", "anywhere-rwkv?-0", "a*-avey-0", "a*-raven-0", "a*-raven-both-0", "a*-gecko-0"),
-)
-@each_with("lengths", [(3, 70, 12), (5,)], GENERATING, [(3, 70, 12)], VARIANTS)
-@each_side
-def test_padding_in_generate(case, side, lengths):
-    model, rows = case.model(), texts(case, *lengths)
+@pytest.mark.quick_cases("*rwkv?-[01]", "avey-*", "raven-*", "gecko-*")
+@each_with("batch", BATCHES, KINDS, BATCHES[1:3], (EAGLE, DEEP_EMBED, VISUAL[1], *VARIANTS))
+def test_padding_in_generate(case, batch):
+    model, (side, lengths) = case.model(), batch
+    rows = texts(case, *lengths)
     inputs = padded(rows, side, more=4 * (len(rows) == 1))
     out = model.generate(**inputs, max_new_tokens=8, **GREEDY)[:, inputs["input_ids"].shape[1] :]
     for n, row in enumerate(rows):
@@ -124,10 +127,8 @@ def test_positions_under_padding(case):
             torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-@pytest.mark.quick_cases("*-rwkv?", "*-avey", "*-raven", "*-gecko", "left-visual*")
 @pytest.mark.fast
-@each_case_and_variant
-@each_side
+@each_with_side((FINCH, AVEY), (EAGLE, GOOSE, DEEP_EMBED, RAVEN, GECKO, VISUAL[1]))
 @torch.no_grad()
 def test_loss_under_padding(case, side):
     """That of the texts alone, as a mean, a sum, with shifted labels, and for the count of the Trainer."""
