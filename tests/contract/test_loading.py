@@ -127,16 +127,15 @@ def test_attributes(case):
 @pytest.mark.fast
 @each_kind_of_model
 def test_copies(case):
-    text = case.text(2, 9)
-    for _, model in each_class(case, tie_word_embeddings=True):
-        expected = model(**text)[0]
-        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            torch.testing.assert_close(other(**text)[0], expected, atol=0, rtol=0)
-            assert len(list(other.parameters())) == len(list(model.parameters()))  # what was tied is
-            with torch.no_grad():
-                for parameter in other.parameters():
-                    parameter.zero_()
-        torch.testing.assert_close(model(**text)[0], expected, atol=0, rtol=0)
+    model, text = case.model(tie_word_embeddings=True), case.text(2, 9)
+    expected = model(**text)[0]
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(other(**text)[0], expected, atol=0, rtol=0)
+        assert len(list(other.parameters())) == len(list(model.parameters()))  # what was tied is
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.zero_()
+    torch.testing.assert_close(model(**text)[0], expected, atol=0, rtol=0)
 
 
 @pytest.fixture
@@ -180,10 +179,14 @@ def reported(model, names):
 
 @each_kind_of_model
 def test_what_a_file_lacks_is_initialised(case):
-    for _, model in each_class(case, tie_word_embeddings=False):
+    for auto_class, model in each_class(case, tie_word_embeddings=False):
         states, fresh = model.state_dict(), type(model)(model.config).state_dict()
-        for part in range(2):
-            kept = dict(list(states.items())[part::2])
+        names, prefix = list(states), f"{model.base_model_prefix}."
+        parts = (
+            [names[::2], names[1::2]] if auto_class == case.lm_class else [[x for x in names if x.startswith(prefix)]]
+        )
+        for part in parts:
+            kept = {name: states[name] for name in part}
             loaded, info = type(model).from_pretrained(
                 None, config=model.config, state_dict=kept, output_loading_info=True
             )
@@ -288,52 +291,51 @@ def test_a_language_model_loads_into_every_class(case, tmp_path):
 
 @each_kind_of_model
 def test_saving_and_loading(case, tmp_path):
-    for auto_class, model in each_class(case):
-        load, path = getattr(transformers, auto_class).from_pretrained, tmp_path / auto_class
-        half = copy.deepcopy(model).half()
-        half.save_pretrained(path / "sub", variant="low", max_shard_size="20KB", state_dict=half.state_dict())
-        for asked, dtype in (
-            ({}, torch.float16),
-            ({"dtype": "auto"}, torch.float16),
-            ({"dtype": "float32"}, torch.float32),
-            ({"torch_dtype": torch.bfloat16}, torch.bfloat16),
-        ):
-            loaded = load(path, subfolder="sub", variant="low", **asked)
-            assert loaded.dtype == loaded.config.dtype == dtype
-            for (name, p), q in zip(half.named_parameters(), loaded.parameters(), strict=True):
-                assert q.is_contiguous(), name
-                assert torch.equal(q, p.to(dtype)), name
-            assert loaded(**case.text(1, 9))[0].dtype == dtype
-        for dtype in (torch.float16, torch.bfloat16, torch.float64):
-            fresh = getattr(transformers, auto_class).from_config(case.config(), dtype=dtype).eval()
-            assert {p.dtype for p in fresh.parameters()} == {dtype} == {fresh.config.dtype}
-            assert torch.isfinite(fresh(**case.text(1, 9))[0]).all()
+    model = case.model()
+    auto_model, path = getattr(transformers, case.lm_class), tmp_path
+    half = copy.deepcopy(model).half()
+    half.save_pretrained(path / "sub", variant="low", max_shard_size="20KB", state_dict=half.state_dict())
+    for asked, dtype in (
+        ({}, torch.float16),
+        ({"dtype": "auto"}, torch.float16),
+        ({"dtype": "float32"}, torch.float32),
+        ({"torch_dtype": torch.bfloat16}, torch.bfloat16),
+    ):
+        loaded = auto_model.from_pretrained(path, subfolder="sub", variant="low", **asked)
+        assert loaded.dtype == loaded.config.dtype == dtype
+        for (name, p), q in zip(half.named_parameters(), loaded.parameters(), strict=True):
+            assert q.is_contiguous(), name
+            assert torch.equal(q, p.to(dtype)), name
+        assert loaded(**case.text(1, 9))[0].dtype == dtype
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        fresh = auto_model.from_config(case.config(), dtype=dtype).eval()
+        assert {p.dtype for p in fresh.parameters()} == {dtype} == {fresh.config.dtype}
+        assert torch.isfinite(fresh(**case.text(1, 9))[0]).all()
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the offloaded parts are computed on the CPU")
 @each_kind_of_model
 def test_offload(case, tmp_path):
     text, options = case.text(2, 9), {"max_new_tokens": 4, **GREEDY}
-    for auto_class, model in each_class(case):
-        expected, path = model(**text)[0], tmp_path / auto_class
-        model.save_pretrained(path)
-        room = {"cpu": model.get_memory_footprint() * 2 // 3}
-        loaded = type(model).from_pretrained(path, device_map="auto", max_memory=room, offload_folder=path / "parts")
-        assert set(loaded.hf_device_map.values()) == {"cpu", "disk"}
-        torch.testing.assert_close(loaded(**text)[0], expected)
-        loaded.save_pretrained(path / "again")
-        files = [load_file(folder / "model.safetensors") for folder in (path, path / "again")]
-        torch.testing.assert_close(*files, atol=0, rtol=0)
-        if model.can_generate():
-            tokens = model.generate(**text, **options)
-            assert torch.equal(loaded.generate(**text, **options), tokens)
-        # One module at a time, each when it is called.
-        for other in (
-            cpu_offload(copy.deepcopy(model), torch.device("cpu")),
-            disk_offload(copy.deepcopy(model), path / "modules", torch.device("cpu")),
-        ):
-            assert {p.device.type for p in other.parameters()} == {"meta"}
-            torch.testing.assert_close(other(**text)[0], expected)
+    model, path = case.model(), tmp_path
+    expected = model(**text)[0]
+    model.save_pretrained(path)
+    room = {"cpu": model.get_memory_footprint() * 2 // 3}
+    loaded = type(model).from_pretrained(path, device_map="auto", max_memory=room, offload_folder=path / "parts")
+    assert set(loaded.hf_device_map.values()) == {"cpu", "disk"}
+    torch.testing.assert_close(loaded(**text)[0], expected)
+    loaded.save_pretrained(path / "again")
+    files = [load_file(folder / "model.safetensors") for folder in (path, path / "again")]
+    torch.testing.assert_close(*files, atol=0, rtol=0)
+    if model.can_generate():
+        assert torch.equal(loaded.generate(**text, **options), model.generate(**text, **options))
+    # One module at a time, each when it is called.
+    for other in (
+        cpu_offload(copy.deepcopy(model), torch.device("cpu")),
+        disk_offload(copy.deepcopy(model), path / "modules", torch.device("cpu")),
+    ):
+        assert {p.device.type for p in other.parameters()} == {"meta"}
+        torch.testing.assert_close(other(**text)[0], expected)
 
 
 @pytest.mark.fast
@@ -376,7 +378,8 @@ def test_ties(case, tmp_path):
 @each_kind_of_model
 def test_resizing(case):
     text, vocabulary = case.text(2, 5), case.vocabulary
-    for _, model in each_class(case, tie_word_embeddings=False):
+    for auto_class in (case.lm_class, "AutoModel"):
+        model = case.model(auto_class, tie_word_embeddings=False)
         before, expected = model.get_input_embeddings().weight.detach().clone(), model(**text)[0]
         assert model.resize_token_embeddings() is model.get_input_embeddings()
         for options, size in (
