@@ -114,17 +114,18 @@ def test_logits_to_keep_is_a_number_of_tokens():
 # The equations.
 
 
-@pytest.mark.parametrize("normalization", ["first", "max"])
 @pytest.mark.parametrize(
-    ("fields", "length"),
+    ("fields", "length", "normalization"),
     [
-        *(({}, length) for length in (1, 7, 8, 9, 24, 32, 75)),
-        ({"k": 1}, 20),
-        ({"k": 2}, 20),
-        ({"chunk_size": 1, "k": 3}, 9),
-        ({"chunk_size": 5, "k": 7}, 48),
-        ({"context_proportion": 1.0, "expansion_factor": 3}, 20),
-        ({"context_proportion": 0.013}, 20),
+        *(({}, length, "first") for length in (1, 7, 8, 9, 32, 75)),
+        ({}, 1, "max"),
+        ({}, 24, "max"),
+        ({"k": 1}, 20, "max"),
+        ({"k": 2}, 20, "first"),
+        ({"chunk_size": 1, "k": 3}, 9, "first"),
+        ({"chunk_size": 5, "k": 7}, 48, "max"),
+        ({"context_proportion": 1.0, "expansion_factor": 3}, 20, "max"),
+        ({"context_proportion": 0.013}, 20, "first"),
     ],
 )
 def test_equations_and_gradients(fields, length, normalization):
@@ -324,7 +325,7 @@ def test_compiled_calls_of_many_lengths():
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager", dynamic=True)
     with torch.no_grad():
-        for length in range(4, 100, 8):  # more numbers of splits than graphs of one function are kept
+        for length in range(4, 84, 8):  # more numbers of splits than graphs of one function are kept
             ids = random_ids(2, length)
             out = compiled(ids, use_cache=False).logits
             torch.testing.assert_close(out, model(ids, use_cache=False).logits, atol=1e-4, rtol=1e-4)

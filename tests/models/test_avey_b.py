@@ -128,8 +128,9 @@ def test_published_outputs(published):
 
 
 @torch.no_grad()
-@each_variant
-@pytest.mark.parametrize("length", [1, 8, 13, 70])
+@pytest.mark.parametrize(
+    ("variant", "length"), [*((name, 70) for name in VARIANTS), ("hub", 1), ("hub", 13), ("paper", 1), ("paper", 8)]
+)
 def test_equations(variant, length):
     model, ids = tiny(variant).double(), random_ids(2, length)
     out, expected = model(ids, output_hidden_states=True), plain(model, ids)
@@ -192,8 +193,9 @@ def test_initialisation():
 
 
 @torch.no_grad()
-@each_variant
-@pytest.mark.parametrize("side", ["left", "right", "anywhere"])
+@pytest.mark.parametrize(
+    ("variant", "side"), [*((name, "anywhere") for name in VARIANTS), ("hub", "left"), ("paper", "right")]
+)
 def test_padding(variant, side):
     model = tiny(variant)
     rows = [random_ids(n, seed=n) for n in (33, 1, 70, 8)]
@@ -234,8 +236,10 @@ def test_packed_documents(variant):
     assert (out[0] - out[1]).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("variant", ["hub", "bidirectional"])
-@pytest.mark.parametrize("batch", ["left", "right", "anywhere", "packed"])
+@pytest.mark.parametrize(
+    ("variant", "batch"),
+    [("hub", "left"), ("hub", "anywhere"), ("hub", "packed"), ("bidirectional", "right"), ("bidirectional", "packed")],
+)
 def test_gradients_under_padding(variant, batch):
     model = tiny(variant).double()
     rows = [random_ids(n, seed=n) for n in (33, 1, 20)]
@@ -272,7 +276,7 @@ def test_an_answer_in_padding_is_an_error():
             model(ids, mask, **positions)
 
 
-@pytest.mark.parametrize("side", ["left", "right", "anywhere"])
+@pytest.mark.parametrize("side", ["left", "anywhere"])
 @pytest.mark.parametrize("auto_class", HEADS)
 def test_heads_under_padding(auto_class, side):
     """Logits and losses of a padded batch are those of its texts."""
@@ -396,7 +400,7 @@ def test_compiled_calls_of_many_lengths(monkeypatch):
 
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
-    for length in (50, 70, 90, 150):
+    for length in (50, 70, 150):
         ids = random_ids(2, length)
         torch.testing.assert_close(compiled(ids)[0], model(ids)[0], atol=1e-4, rtol=1e-4)
     assert len(graphs) <= 2
@@ -428,8 +432,7 @@ def test_short_texts_rank_nothing(monkeypatch):
     assert torch.equal(model(ids, mask)[0], expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("variant", ["hub", "paper"])
+@pytest.mark.parametrize(("variant", "dtype"), [("hub", torch.float16), ("paper", torch.bfloat16)])
 def test_low_precision(variant, dtype):
     model, ids = tiny(variant), random_ids(2, 40)
     expected = model.model(ids).last_hidden_state
