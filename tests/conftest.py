@@ -16,7 +16,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     # torch keeps every seed for a GPU that may come, with the stack of its caller, which takes milliseconds.
-    torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = lambda seed: None
+    torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = torch.mtia.manual_seed_all = lambda seed: None
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "conversion")]
 sys.path += [str(ROOT), str(ROOT / "examples")]  # `examples.evaluation`, and the other examples
