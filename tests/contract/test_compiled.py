@@ -35,7 +35,7 @@ def graphs():
 @pytest.mark.quick_cases("rwkv6", "avey-b")
 @each(FINCH, DEEP_EMBED, AVEY, GECKO, RAVEN_BOTH, AVEY_B, VISUAL[1])
 def test_compiled_training(case, graphs):
-    model = case.model(num_hidden_layers=case.layer_kinds).train()
+    model = case.model(num_hidden_layers=max(case.layer_kinds, 1 + case.images)).train()
     inputs = padded(texts(case, 61, 70), "anywhere")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
 
