@@ -58,7 +58,7 @@ def test_greedy_is_the_arg_max(case):
 @each_kind
 def test_sampling_follows_the_seed(case):
     model, text = case.model(), case.text(2, 5)
-    options = {**GREEDY, "max_new_tokens": 12, "do_sample": True, "top_k": 0}
+    options = {**GREEDY, "max_new_tokens": 7, "do_sample": True, "top_k": 0}
     outs = []
     for seed, use_cache in ((0, True), (0, True), (0, False), (1, True)):
         torch.manual_seed(seed)
@@ -84,17 +84,17 @@ def test_assisted_decoding(case):
     assert torch.equal(padded_lookup[:, 5:], lookup)
     assert torch.equal(lookup, expected)
 
-    # An assistant that is right, one that is nearly right, and one that knows nothing.
+    # An assistant that is nearly right, and one that knows nothing.
     nearly = case.model()
     with torch.no_grad():
         for parameter in nearly.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.01)
-    for assistant in (case.model(), nearly, case.model(seed=5)):
+    for assistant in (nearly, case.model(seed=5)):
         assert torch.equal(model.generate(**text, assistant_model=assistant, **options), expected)
 
 
 @pytest.mark.fast
-@each_case
+@each_kind
 def test_early_exit(case):
     model, text, options = case.model(), case.text(1, 6), {"max_new_tokens": 12, **GREEDY}
     assert torch.equal(model.generate(**text, assistant_early_exit=2, **options), model.generate(**text, **options))
