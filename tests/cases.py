@@ -703,7 +703,8 @@ each_kind_of_text_model = each(*KINDS, DEEP_EMBED, AVEY_B)
 
 def each_with_side(cases, others=()):
     """`cases` with padding on the left, on the right and anywhere, and `others` with padding anywhere."""
-    return each_with("side", ["left", "right", "anywhere"], cases, ["anywhere"], others)
+    sides = [pytest.param(side, id=side) for side in ("left", "right", "anywhere")]
+    return each_with("side", sides, cases, sides[2:], others)
 
 
 # The same by name, for tests of one architecture.

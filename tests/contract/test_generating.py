@@ -5,6 +5,7 @@ import pytest
 import torch
 from cases import (
     AVEY,
+    CASES,
     DEEP_EMBED,
     DEVICE,
     EAGLE,
@@ -12,10 +13,9 @@ from cases import (
     GECKO,
     GOOSE,
     GREEDY,
-    KINDS,
-    RAVEN,
-    VARIANTS,
+    RAVEN_BOTH,
     VISUAL,
+    each,
     each_cache,
     each_case,
     each_causal,
@@ -100,7 +100,7 @@ def test_early_exit(case):
     assert torch.equal(model.generate(**text, assistant_early_exit=2, **options), model.generate(**text, **options))
 
 
-@each_kind
+@each(FINCH, AVEY, RAVEN_BOTH)
 def test_sampling_with_an_assistant(case):
     model, text = case.model(), case.text(1, 6)
     options = {**GREEDY, "max_new_tokens": 7, "do_sample": True}
@@ -121,13 +121,13 @@ def until(row: torch.Tensor, token: int, start: int) -> torch.Tensor:
 
 
 @pytest.mark.fast
-@pytest.mark.quick_cases("rwkv?-0", "avey-*", "raven*", "gecko-0", "gecko-many-bos-1", "visual-rwkv6-0")
+@pytest.mark.quick_cases("rwkv?-0", "avey-*", "raven*", "gecko*", "visual-rwkv6-0")
 @each_with(
     "options",
     CACHES,
     (FINCH, AVEY, GECKO),
     CACHES[:1],
-    (EAGLE, GOOSE, DEEP_EMBED, RAVEN, VISUAL[1], *VARIANTS),
+    (EAGLE, GOOSE, DEEP_EMBED, RAVEN_BOTH, VISUAL[1], CASES["gecko-many-bos"]),
 )
 def test_rows_that_end_early(case, options):
     """The state of a row that has ended stays that after its last token, and a second turn goes on from there."""
@@ -177,7 +177,7 @@ def test_rows_that_end_early(case, options):
 
 
 @pytest.mark.quick_cases("rwkv6-*", "avey-anywhere", "raven-*", "gecko-*")
-@each_with_side(KINDS, (EAGLE, DEEP_EMBED, *VARIANTS))
+@each_with_side((FINCH, GECKO), (EAGLE, GOOSE, DEEP_EMBED, AVEY, RAVEN_BOTH, CASES["gecko-many-bos"]))
 def test_chunked_prefill(case, side):
     # The short row is padding alone in several of the chunks. Without images, which no chunk may cut.
     model, rows = case.model(), [{"input_ids": case.ids(1, n, seed=n)} for n in (30, 5, 17)]

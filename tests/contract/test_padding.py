@@ -4,6 +4,7 @@ import pytest
 import torch
 from cases import (
     AVEY,
+    CASES,
     DEEP_EMBED,
     DEVICE,
     EAGLE,
@@ -14,6 +15,7 @@ from cases import (
     GREEDY,
     KINDS,
     RAVEN,
+    RAVEN_BOTH,
     READERS,
     TOLERANCE,
     TRAINED_GENERATING,
@@ -76,7 +78,13 @@ def test_padding_in_a_later_call(case, side):
 
 
 @pytest.mark.quick_cases("*rwkv?-[01]", "avey-*", "raven-*", "gecko-*")
-@each_with("batch", BATCHES, KINDS, BATCHES[1:3], (EAGLE, DEEP_EMBED, VISUAL[1], *VARIANTS))
+@each_with(
+    "batch",
+    BATCHES,
+    (FINCH, GECKO),
+    BATCHES[::2],
+    (EAGLE, GOOSE, DEEP_EMBED, AVEY, RAVEN_BOTH, VISUAL[1], CASES["gecko-many-bos"]),
+)
 def test_padding_in_generate(case, batch):
     model, (side, lengths) = case.model(), batch
     rows = texts(case, *lengths)
