@@ -28,6 +28,11 @@ CASES += [("rwkv5", 37, {}), ("rwkv6", 4, {}), ("rwkv7", 4, {}), ("rwkv7", 37, {
 CASES += [("rwkv7_deep_embed", 37, {"dea_size": None})]
 
 
+def cases_of(size):
+    """All with most processes, every second one with fewer."""
+    return list(enumerate(CASES))[:: 1 if size == max(SIZES) else 2]
+
+
 def make(name, fields):
     return tiny_model(name, **fields).double().train()
 
@@ -63,7 +68,7 @@ def compare(size, group, results):
         dist.all_gather_object(pieces, logits, group=group)
         return torch.cat(pieces, 1)
 
-    for case, (name, length, fields) in enumerate(CASES):
+    for case, (name, length, fields) in cases_of(size):
         inputs, model = split_text(text(length), text(length), group=group), make(name, fields)
         found = read(model, length, **inputs, cache=context_parallel_cache(model, group))
         logits = joined(found.pop("logits"))
@@ -71,6 +76,8 @@ def compare(size, group, results):
             dist.all_reduce(x, group=group)
         results |= {f"{size}.{case}.{name}": x for name, x in {**found, "logits": logits}.items()}
 
+    if size == max(SIZES):
+        return
     for name in ("gecko", "rwkv7"):
         model, ids = tiny_model(name).eval(), split_text(text(53), group=group)["input_ids"]
         past = context_parallel_cache(model, group)
@@ -107,5 +114,5 @@ def test_several_processes(tmp_path):
     for case, (kind, length, fields) in enumerate(CASES):
         for name, x in read(make(kind, fields), length).items():
             tolerance = 1e-9 if name == "logits" else 1e-6  # transformers takes the loss in float32
-            for size in SIZES:
+            for size in SIZES[case % 2 :]:
                 torch.testing.assert_close(found[f"{size}.{case}.{name}"], x, atol=tolerance, rtol=tolerance)
