@@ -55,6 +55,8 @@ PUBLISHED = {
 def no_numbers(monkeypatch):
     """Models on meta have none to be initialised."""
     monkeypatch.setattr(transformers.PreTrainedModel, "initialize_weights", lambda self: None)
+    for layer in (torch.nn.Linear, torch.nn.Embedding):
+        monkeypatch.setattr(layer, "reset_parameters", lambda self: None)
 
 
 def count(config, auto_class=AutoModelForCausalLM):
