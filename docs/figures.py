@@ -7,6 +7,7 @@ Draws the figures of the site and of the README from the records in the reposito
 import json
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from matplotlib import rc_context
@@ -221,10 +222,13 @@ def tokenizers() -> Figure:
     return figure
 
 
-if __name__ == "__main__":
-    folder = Path(sys.argv[1]) if sys.argv[1:] else ROOT / "docs/figures"
-    for theme in INK:
+def main(folder: Path, themes: Iterable[str]) -> None:
+    for theme in themes:
         with rc_context(style(theme)):
             for draw in (front, states, serving, serving_memory, laptop, tokenizers):
                 path = folder / f"{draw.__name__.replace('_', '-')}-{theme}.svg"
                 draw().savefig(path, transparent=True, metadata={"Date": None, "Creator": None})
+
+
+if __name__ == "__main__":
+    main(ROOT / "docs/figures", INK)

@@ -4,6 +4,7 @@ Runs the code of a page as a reader would paste it: a page in an interpreter of 
 The interpreters are forks of one that has imported what takes longest, and nothing of ours.
 """
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -37,6 +38,7 @@ def _start(function, directory: Path, output: Path, *arguments) -> BaseProcess:
 
 
 def _run(function, directory: Path, output: Path, *arguments) -> None:
+    gc.freeze()  # what was imported is not searched for garbage
     os.chdir(directory)
     with output.open("a") as file:
         os.dup2(file.fileno(), 1)

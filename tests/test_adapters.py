@@ -12,6 +12,7 @@ from cases import (
     CASES,
     CAUSAL,
     ENCODERS,
+    GENERATING,
     GREEDY,
     IMAGE_ID,
     each_case_of_embeddings,
@@ -235,9 +236,15 @@ def test_lora_on_low_ranks(model_type, parameters):
     assert type(merged) is model_class(model_type) and {name for name, _ in merged.named_parameters()} >= names
 
 
-@pytest.mark.quick_cases("lora-*", "*-rwkv7", "*-avey-b")
-@each_model
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("model_type", "method"),
+    [
+        (name, method)
+        for name in CAUSAL | ENCODERS
+        for method in METHODS
+        if method in ("lora", "ln_tuning") or name in ("rwkv7", "avey-b")
+    ],
+)
 def test_merging_is_exact(model_type, method):
     config_class, options = METHODS[method]
     ids, model = random_ids(2, 20), tiny_model(model_type)
@@ -265,8 +272,15 @@ def test_merging_is_exact(model_type, method):
     assert {name for name, module in merged.named_modules() if type(module) is Linear} == layers
 
 
-@pytest.mark.quick_cases("rwkv6-*", "*ForCausalLM", "avey-b-*")
-@each_head
+@pytest.mark.parametrize(
+    ("model_type", "auto_class"),
+    [
+        (name, head)
+        for name in CAUSAL | ENCODERS
+        for head in subquad.ARCHITECTURES[name][2]
+        if head == "AutoModelForCausalLM" or name in ("rwkv6", "avey-b")
+    ],
+)
 def test_files_of_an_adapter(model_type, auto_class, tmp_path):
     """What is trained beside an adapter is saved with it; every way to load it gives the same."""
     ids, source = random_ids(2, 20), tiny_model(model_type, auto_class)
@@ -368,9 +382,15 @@ def with_prompt(model, config_class=PromptTuningConfig, **options):
     return get_peft_model(model, config_class(task_type="CAUSAL_LM", num_virtual_tokens=4, **options)).eval()
 
 
-@pytest.mark.quick_cases("*-prompt", "rwkv7-*")
-@pytest.mark.parametrize("method", PROMPTS)
-@each_case_of_embeddings
+@pytest.mark.parametrize(
+    ("case", "method"),
+    [
+        pytest.param(case, method, id=f"{case.name}-{method}")
+        for case in GENERATING
+        for method in PROMPTS
+        if case.embeddings and (method == "prompt" or case.name == "rwkv7")
+    ],
+)
 def test_prompts(case, method):
     """Padding changes nothing, also between a learned prompt and the text."""
     config_class, options, rows = PROMPTS[method]

@@ -88,9 +88,8 @@ def test_every_operator_is_measured(name, scripts, run, tmp_path, capsys):
     assert "0 of" in capsys.readouterr().out
 
 
-@pytest.mark.quick_cases("wkv", "chunk_attention")
-@pytest.mark.parametrize("name", OPERATORS)
-def test_every_operator_is_measured_on_a_gpu(name, scripts, run, monkeypatch):
+@pytest.mark.parametrize("name", ["wkv", "chunk_attention"])
+def test_an_operator_is_measured_on_a_gpu(name, scripts, run, monkeypatch):
     """The kernels are tested elsewhere: the eager form stands for them."""
     kind = kind_of(scripts(name))
     right = kind.ours

@@ -19,8 +19,8 @@ HEADER = "X:1\nT:The Finch\nM:{}\nL:1/8\nK:{}\n"
 
 @pytest.fixture(scope="module")
 def tunes():
-    """Every eighth validation tune."""
-    return load_corpus().validation[::8]
+    """Some validation tunes."""
+    return load_corpus(("airdsAirs",)).validation[::4]
 
 
 def load(name, auto_class=AutoModelForCausalLM):
@@ -64,8 +64,7 @@ def test_masked_bytes_are_predicted_as_the_card_says(tunes):
     assert 100 * accuracy == pytest.approx(stated("avey-b-abc", "masked bytes predicted correctly"), abs=5)
 
 
-@pytest.mark.quick_cases("finch-abc", "goose-abc")
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("name", ["finch-abc", "gecko-abc"])
 def test_headers_become_tunes_as_often_as_the_card_says(name):
     share = stated(name, "headers continued to a valid tune") / 100
     model, tokenizer = load(name)

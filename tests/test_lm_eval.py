@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import CASES, each_causal, tiny_model
+from cases import CASES, tiny_model
 
 import subquad
 from subquad.hub import export as hub
@@ -31,6 +31,7 @@ TASKS = Path(__file__).resolve().parents[1] / "examples" / "lm_eval"
 DATA = {"folders": ["miscFolk"]}  # a few of the tunes
 TOKENIZER = ByteTokenizer()
 NEW_TOKENS = 8
+MODELS = ["rwkv6", "rwkv7_deep_embed", "avey", "raven", "gecko"]
 ROWS = 4  # of a batch
 # The command of the harness, which would take seconds to look through the tasks that it brings.
 HARNESS = """
@@ -53,9 +54,8 @@ def log_likelihood(model, ids, scored, width=0):
     return logits.gather(1, torch.tensor(ids[-scored:])[:, None]).sum().item()
 
 
-@pytest.mark.quick_cases("*-rwkv6", "4-raven")
-@each_causal
-@pytest.mark.parametrize("batch_size", [1, ROWS])
+@pytest.mark.quick_cases("rwkv6-*", "raven-4")
+@pytest.mark.parametrize(("model_type", "batch_size"), [("rwkv6", 1), ("avey", 1), *((name, ROWS) for name in MODELS)])
 def test_scores(model_type, batch_size, task_manager):
     """
     A log-likelihood is that of one pass over the question and the answer (but for its last token), which lets Avey
@@ -103,7 +103,7 @@ def test_scores(model_type, batch_size, task_manager):
 
 
 @pytest.mark.quick_cases("rwkv6", "avey")
-@each_causal
+@pytest.mark.parametrize("model_type", MODELS)
 def test_scores_with_states(model_type, task_manager, monkeypatch):
     """The model class of with_states.py gives the scores of the harness's own, and reads far fewer tokens."""
     monkeypatch.syspath_prepend(TASKS)

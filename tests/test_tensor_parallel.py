@@ -39,7 +39,6 @@ GECKO = {"num_heads": 4, "z_dim": 32, "num_rope_heads": None}
 SPLIT = {
     "rwkv5": ("rwkv5", {"hidden_size": 64}),
     "rwkv6": ("rwkv6", {"hidden_size": 64}),
-    "rwkv7": ("rwkv7", {"hidden_size": 64}),
     "rwkv7b": ("rwkv7_deep_embed", {"hidden_size": 64}),
     "raven": ("raven", RAVEN),
     "raven-swa": ("raven", RAVEN | {"router": "swa"}),

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 import train_long
-from cases import CASES, TEXT, each
+from cases import CASES, each
 from torch.nn.functional import cross_entropy
 from transformers import TrainerCallback, TrainingArguments
 
@@ -72,7 +72,7 @@ def parts(trainer, row, step):
 
 
 @pytest.mark.quick_cases("rwkv7", "gecko")
-@each(*(case for case in TEXT if not case.growing))
+@each(*(CASES[name] for name in ("rwkv6", "rwkv7", "raven", "gecko")))
 def test_pieces_are_one_text(case, tmp_path):
     """The losses are those of whole documents, and the gradients end where pieces begin."""
     trainer, record = make(case, tmp_path, lr=0.0, num_train_epochs=2, gradient_checkpointing=True)

@@ -7,7 +7,7 @@ import accelerate
 import pytest
 import torch
 import transformers
-from cases import BASE, GENERATING, GREEDY, VISUAL, each, model_class, random_ids, tiny_config, tiny_model
+from cases import BASE, CASES, GENERATING, GREEDY, VISUAL, each, model_class, random_ids, tiny_config, tiny_model
 from transformers import GenerationConfig
 from transformers.utils import ModelOutput
 
@@ -15,6 +15,8 @@ from subquad.modeling import self_check, versions
 
 
 NAMES = versions.CACHE_NAMES
+# Each with a cache of another kind.
+each_kind = each(*(CASES[name] for name in ("rwkv6", "rwkv7_deep_embed", "avey", "raven", "gecko", "visual-rwkv6")))
 
 
 # The two names of the cache.
@@ -45,7 +47,7 @@ def test_the_cache_has_two_names(case):
 
 
 @pytest.mark.fast
-@each(*GENERATING)
+@each_kind
 def test_generate_takes_and_returns_either_name(case):
     model, ids = case.model(), case.ids(1, 12)
     whole = model.generate(ids, max_new_tokens=6, **GREEDY)
@@ -91,7 +93,7 @@ class _Event:
         pass
 
 
-@each(*GENERATING)
+@each_kind
 def test_a_stop_that_is_noticed_one_step_late(case, monkeypatch):
     """transformers 5.23 reads whether to stop a step late on some devices, and takes the last step back."""
     check = getattr(transformers.generation.utils, "DeferredStopCheck", None)
@@ -117,7 +119,7 @@ def test_a_stop_that_is_noticed_one_step_late(case, monkeypatch):
         torch.testing.assert_close(*after, atol=1e-4, rtol=1e-4)
 
 
-@each(*GENERATING)
+@each_kind
 def test_a_text_is_not_read_again_into_its_cache(case):
     model, ids = case.model(), case.ids(1, 12)
     options = {"max_new_tokens": 4, **GREEDY}
@@ -189,7 +191,7 @@ def test_documents_that_are_only_numbered(case):
         torch.testing.assert_close(model(ids, **marked, **repeated)[0], expected)
 
 
-@each(*GENERATING)
+@each(CASES["rwkv6"], CASES["visual-rwkv6"])
 def test_a_cache_that_gets_a_third_name_is_an_error(case, monkeypatch):
     """Without the two names, what wrote garbage silently is an error."""
     model, ids = case.model(), case.ids(1, 8)
@@ -214,7 +216,7 @@ def newer(monkeypatch):
     monkeypatch.setattr(self_check, "_checked", set())
 
 
-@each(*GENERATING)
+@each_kind
 def test_the_check_passes(case, newer, caplog):
     model, ids = case.model(), case.ids(1, 5)
     random = torch.get_rng_state()

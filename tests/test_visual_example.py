@@ -31,19 +31,24 @@ def run(monkeypatch, capsys, *arguments):
     threads = torch.get_num_threads()
     with monkeypatch.context() as patch:
         patch.setattr(script, "train", watch)
+        patch.setattr(script, "VisualShapes", few)
         patch.setattr(sys, "argv", ["train_visual_rwkv", "--threads=1", "--batch-size=4", *map(str, arguments)])
         script.main()
     torch.set_num_threads(threads)
     return capsys.readouterr().out, changed
 
 
+def few(number, *rest, **options):
+    """For the vocabulary, and for what the questions' usual answers are, hundreds of scenes do as thousands do."""
+    return VisualShapes(min(number, 400), *rest, **options)
+
+
 def parts(names):
     return {name.removeprefix("model.").split(".")[0] for name in names}
 
 
-@pytest.mark.parametrize("architecture", ["eagle", "finch"])
-def test_each_stage_trains_its_parts(architecture, tmp_path, monkeypatch, capsys):
-    arguments = ["--architecture", architecture, "--out", tmp_path, "--steps", *[3] * 4, "--held-out", 60]
+def test_each_stage_trains_its_parts(tmp_path, monkeypatch, capsys):
+    arguments = ["--out", tmp_path, "--steps", *[3] * 4, "--held-out", 20]
     out, changed = run(monkeypatch, capsys, *arguments)
     assert list(changed) == list(script.STAGES)
     assert {"tower.embeddings.class_embedding", "head.weight"} <= changed["tower"]
@@ -55,13 +60,13 @@ def test_each_stage_trains_its_parts(architecture, tmp_path, monkeypatch, capsys
     assert all(math.isfinite(loss) for loss in written["loss"].values()) and list(written["loss"]) == [*changed]
     rows = ["chance", "language model", "stage 1", "stage 2", "blank picture"]
     assert list(written["accuracy"]) == rows
-    held_out = list(VisualShapes(60, 0, held_out=True))
-    assert written["accuracy"]["chance"] == chance(VisualShapes(10_000, 0), held_out)
+    held_out = list(VisualShapes(20, 0, held_out=True))
+    assert written["accuracy"]["chance"] == chance(few(10_000), held_out)
     assert f"{'chance':16}" + "".join(f"{x:8.1%}" for x in written["accuracy"]["chance"].values()) in out
 
     # What was saved is what was measured.
     ask = pipeline("image-text-to-text", model=str(tmp_path))
-    assert ask.model.config.text_config.model_type == {"eagle": "rwkv5", "finch": "rwkv6"}[architecture]
+    assert ask.model.config.text_config.model_type == "rwkv5"
     for view, row in (("picture", "stage 2"), ("blank", "blank picture")):
         assert script.measure(ask.model, ask.processor, held_out, view) == written["accuracy"][row]
     reply = ask(text=script.converse(held_out[0], "picture", False), return_full_text=False, max_new_tokens=8)
@@ -95,6 +100,7 @@ def test_labels_are_the_answers():
     image_processor = CLIPImageProcessor(size={"shortest_edge": 56}, crop_size=56)
     arguments = SimpleNamespace(language_model=None, architecture="finch", grid_size=-1, reading_order=None)
     model, processor = script.assemble(tower, image_processor, arguments)
+    assert model.config.text_config.model_type == "rwkv6"
     examples = list(VisualShapes(12))
     for view in ("picture", "blank", "text"):
         batch = script.collate(processor, view, examples)
