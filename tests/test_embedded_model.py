@@ -19,8 +19,8 @@ HEADER = "X:1\nT:The Finch\nM:{}\nL:1/8\nK:{}\n"
 
 @pytest.fixture(scope="module")
 def tunes():
-    """Some validation tunes."""
-    return load_corpus(("airdsAirs",)).validation[::4]
+    """Every eighth validation tune."""
+    return load_corpus().validation[::8]
 
 
 def load(name, auto_class=AutoModelForCausalLM):
