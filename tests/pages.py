@@ -16,7 +16,13 @@ from pathlib import Path
 
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["peft", "transformers.generation.utils", "transformers.models.auto.modeling_auto"])
+# There is one such interpreter for all tests: test_distributed.py needs the last three.
+CONTEXT.set_forkserver_preload(
+    [
+        *("peft", "transformers.generation.utils", "transformers.models.auto.modeling_auto"),
+        *("transformers.trainer", "accelerate.accelerator", "deepspeed"),
+    ]
+)
 
 
 def run_page(page: str, blocks: list[tuple[str, str]], names: list[str], directory: Path, output: Path) -> str | None:

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import pages  # noqa: F401 (its processes, and those here, import nothing again)
 import pytest
 import torch
 import torch.distributed as dist
@@ -31,10 +32,6 @@ EXAMPLE = ROOT / "examples" / "distributed"
 MODELS = [name for name in (*CAUSAL, *ENCODERS) if name not in ("rwkv5", "rwkv7")]
 SIZE = 2
 on_cpus = pytest.mark.skipif(torch.accelerator.is_available(), reason="the processes meet on CPUs, by gloo")
-# Imported once, and not by each process.
-mp.get_context("forkserver").set_forkserver_preload(
-    ["torch", "transformers.trainer", "accelerate.accelerator", "deepspeed"]
-)
 
 
 # Processes.
