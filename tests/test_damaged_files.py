@@ -64,6 +64,7 @@ def sound(tmp_path_factory):
     ByteTokenizer().save_pretrained(root / "adapter")
     write_vocabulary([bytes([byte]) for byte in range(256)] + [b"ab", "é".encode()], root / "vocabulary.txt")
     RwkvWorldTokenizerFast(str(root / "vocabulary.txt")).save_pretrained(root / "vocabulary")
+    load_tokenizer(root / "vocabulary", root)  # compiles the library: reading a damaged file starts no compiler
     save_model(root / "chat")
     states = ["--model", str(root / "chat"), "--max-new-tokens", "3", "--state-out", str(root / "chat" / "text.state")]
     assert cli.main(["generate", "ab", *states]) == 0
