@@ -20,7 +20,7 @@ def timestep_decay_norm_reference(
     """
     Equations 3, 11 and 12 in the dtype of the inputs (the caller casts): see [`subquad_kernels.timestep_decay_norm`].
     """
-    x = x.unflatten(-1, (groups, -1))
+    x = torch.unflatten(x, -1, (groups, -1))
     mean = x.mean(-1)
     variance = (x - mean[..., None]).square().mean(-1)
     if initial_state is None:
