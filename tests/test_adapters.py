@@ -272,6 +272,7 @@ def test_merging_is_exact(model_type, method):
     assert {name for name, module in merged.named_modules() if type(module) is Linear} == layers
 
 
+@pytest.mark.quick_cases("rwkv6-*", "avey-*", "gecko-*")
 @pytest.mark.parametrize(
     ("model_type", "auto_class"),
     [

@@ -152,7 +152,10 @@ def alone(tmp_path_factory):
         pytest.param(None, "model.safetensors", MODELS, marks=pytest.mark.thorough),
         # `test_shards` has the others.
         ("fsdp2.yaml", "pytorch_model_fsdp_0/__1_0.distcp", ["rwkv6", "gecko", "avey-b"]),
-        ("zero3.yaml", "global_step3/zero_pp_rank_1_mp_rank_00_model_states.pt", MODELS),
+        pytest.param(
+            *("zero3.yaml", "global_step3/zero_pp_rank_1_mp_rank_00_model_states.pt", MODELS),
+            marks=pytest.mark.thorough,
+        ),
     ],
     ids=["ddp", "fsdp2", "zero3"],
 )

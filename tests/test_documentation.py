@@ -86,7 +86,7 @@ def names(page):
     return sorted({name for code in inline for name in NAME.findall(code)})
 
 
-@pytest.mark.quick_cases("README.md", "docs/start.md", "docs/states.md", "docs/serving.md", "docs/models/rwkv7.md")
+@pytest.mark.quick_cases("README.md", "docs/start.md")
 @each([page for page in PAGES if runnable(page) or names(page)])
 def test_the_code_of_a_page_runs(page, directory, tmp_path):
     failed = run_page(page.name, runnable(page), names(page), directory, tmp_path / "output")

@@ -37,7 +37,7 @@ def stated(name, what):
     return float(re.search(rf"^\| {what} \| ([\d.]+)", card_of(name), re.MULTILINE)[1])
 
 
-@pytest.mark.quick_cases("finch-abc", "goose-abc")
+@pytest.mark.quick_cases("finch-abc")
 @pytest.mark.parametrize("name", CAUSAL)
 def test_loss_is_the_one_on_the_card(name, tunes):
     """Each tune by itself, with the byte that ends it."""
@@ -64,6 +64,7 @@ def test_masked_bytes_are_predicted_as_the_card_says(tunes):
     assert 100 * accuracy == pytest.approx(stated("avey-b-abc", "masked bytes predicted correctly"), abs=5)
 
 
+@pytest.mark.quick_cases("finch-abc")
 @pytest.mark.parametrize("name", ["finch-abc", "gecko-abc"])
 def test_headers_become_tunes_as_often_as_the_card_says(name):
     share = stated(name, "headers continued to a valid tune") / 100

@@ -13,6 +13,7 @@ from examples.evaluation import speed
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="a CPU's memory is measured on Linux only")
 
 
+@pytest.mark.thorough
 def test_cells_are_measured_once_in_processes_of_their_own(run_task, tmp_path):
     options = ("--lengths", "16", "--architectures", "finch", "avey-b", "--seeds", "0", "1")
     run_task("speed", *options)

@@ -45,7 +45,7 @@ def generate(prefill, decode, states, ids, mask, new_tokens):
 # The forward pass.
 
 
-@pytest.mark.quick_cases("rwkv6", "gecko", "avey-b")
+@pytest.mark.quick_cases("gecko", "avey-b")
 @each_model
 @torch.no_grad()
 def test_forward_of_any_size(model_type):
@@ -79,7 +79,7 @@ def test_forward_of_any_size(model_type):
 # Programs that generate.
 
 
-@pytest.mark.quick_cases("rwkv6", "avey")
+@pytest.mark.quick_cases("rwkv6")
 @pytest.mark.parametrize("model_type", ["rwkv6", "rwkv7_deep_embed", "avey", "raven", "gecko"])
 @torch.no_grad()
 def test_programs_generate(model_type, tmp_path):

@@ -99,12 +99,7 @@ def server(tmp_path_factory):
         yield run
 
 
-@pytest.mark.quick_cases(
-    "import subquad",
-    "import subquad; from transformers import GenerationMixin",
-    "from subquad import Rwkv6ForCausalLM",
-    "*AutoProcessor",
-)
+@pytest.mark.quick_cases("import subquad", "from subquad import Rwkv6ForCausalLM", "*AutoProcessor")
 @pytest.mark.parametrize(
     "order",
     [

@@ -39,7 +39,7 @@ def found(waits: Waits) -> list:
     return [wait for wait in waits.found if "/subquad/" in wait[1]]
 
 
-@pytest.mark.quick_cases("whole-*", "*-rwkv6", "*-raven")
+@pytest.mark.quick_cases("whole-*")
 @each(EAGLE, FINCH, RAVEN, GECKO, AVEY, *VISUAL)
 def test_reading_and_decoding(case, read):
     model, ids = case.model(**(GECKO_FIELDS if case is GECKO else {})), random_ids(2, 12).to(DEVICE)
@@ -69,6 +69,7 @@ def test_reading_images(case):
     assert len(found(reading)) <= 1, found(reading)
 
 
+@pytest.mark.quick_cases("rwkv5", "gecko")
 @each(EAGLE, RAVEN, GECKO, AVEY)
 def test_generate(case):
     """One wait for a padded prompt, none for a generated token."""

@@ -50,7 +50,7 @@ def test_compiled_training(case, graphs):
     assert_all_close(found, gradients(case, model), **TOLERANCE)
 
 
-@pytest.mark.quick_cases("rwkv6")
+@pytest.mark.thorough
 @each(FINCH, AVEY, GECKO, AVEY_B)
 def test_compiled_packed_documents(case, graphs):
     """Positions that restart are read between two graphs, and are an error where there must be one."""

@@ -150,6 +150,7 @@ def seeded(monkeypatch):
     monkeypatch.setattr(PreTrainedModel, "_initialize_weights", initialize)
 
 
+@pytest.mark.quick_cases("rwkv6", "rwkv7", "avey*", "raven", "gecko")
 @each_model_case
 def test_initialisation_from_meta(case, seeded):
     for auto_class in case.auto_classes:
@@ -312,6 +313,7 @@ def test_saving_and_loading(case, tmp_path):
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the offloaded parts are computed on the CPU")
+@pytest.mark.quick_cases("rwkv6", "avey", "avey-b", "gecko")
 @each_kind_of_model
 def test_offload(case, tmp_path):
     text, options = case.text(2, 9), {"max_new_tokens": 4, **GREEDY}

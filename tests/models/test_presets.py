@@ -64,7 +64,7 @@ def count(config, auto_class=AutoModelForCausalLM):
         return auto_class.from_config(config).num_parameters()
 
 
-@pytest.mark.fast
+@pytest.mark.quick_cases("*-0.[14]b", "*-168m", "*-base", "gecko-1b")
 @pytest.mark.parametrize("preset", PUBLISHED)
 def test_published_sizes(preset):
     parameters, elements = PUBLISHED[preset]
