@@ -31,7 +31,7 @@ def limited(function: Callable[[], Any], memory: int = MEMORY, seconds: int = SE
         if (child := os.fork()) == 0:
             code = 1
             try:
-                torch.set_num_threads(1)  # those of the process that was forked are not here
+                torch.set_num_threads(1)  # threads do not survive a fork
                 resource.setrlimit(resource.RLIMIT_AS, (mapped_memory() + memory,) * 2)
                 resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
                 signal.alarm(20 * seconds)  # it may wait for what never comes

@@ -255,7 +255,7 @@ class Terminal:
                 termios.tcsetattr(0, termios.TCSANOW, settings)
                 sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
                 os.environ["TERM"] = "dumb"
-                torch.set_num_threads(1)  # those of the process that was forked are not here
+                torch.set_num_threads(1)  # threads do not survive a fork
                 sys.argv = ["subquad", "chat", *map(str, arguments)]
                 code = cli.main()
                 sys.stdout.flush()

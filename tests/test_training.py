@@ -45,7 +45,7 @@ from subquad.training.optimizer import parameter_groups
 from subquad_tokenizers import WORLD_CHAT_TEMPLATE, ByteTokenizer
 
 
-# rwkv5 trains with the code of rwkv6, but for its operator, and rwkv7 with that of rwkv7_deep_embed.
+# rwkv5 differs from rwkv6 in its operator alone, and rwkv7_deep_embed trains all that rwkv7 has.
 each_trained = pytest.mark.parametrize(
     "model_type", [name for name in CAUSAL | ENCODERS if name not in ("rwkv5", "rwkv7")]
 )

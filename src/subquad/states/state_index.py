@@ -339,8 +339,8 @@ class StateIndex:
             progress: whether to show a progress bar on stderr.
 
         Raises:
-            ValueError: if the index was opened with an embedding model alone, or a number is not whole
-                or not above 0.
+            ValueError: if the index was opened with an embedding model alone, or a number is not a
+                whole number above 0.
         """
         check_counts(k=k, candidates=1 if candidates is None else candidates, batch_size=batch_size)
         self._check_reranker()
